@@ -1,0 +1,25 @@
+"""The errors that strata-mlx raises on purpose. Each message says what is wrong, where, and what to do."""
+
+
+class StrataError(Exception):
+    """Base of every deliberate error. ``exit_code`` is what the command line ends with."""
+
+    exit_code = 1
+
+
+class Fault(StrataError):
+    """Something outside failed: disk, network, memory. Trying again may work."""
+
+
+class InputError(StrataError, ValueError):
+    """What the caller handed over cannot be used: an option, a prompt, a file. The caller can fix it."""
+
+    exit_code = 2
+
+
+class CheckpointError(InputError):
+    """A checkpoint (config, index, shard, tensor) is broken, incomplete or of an unsupported kind."""
+
+
+class ModelNotFoundError(InputError):
+    """No model was found under the given name."""
