@@ -1,0 +1,21 @@
+"""Qwen3-MoE: attention in every layer, softmax top-k experts, no shared expert, no MTP head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_lm.models import qwen3_moe
+
+from ..errors import CheckpointError
+from .family import Family, require_experts
+
+
+def _build(config: dict[str, Any], mtp_layers: int) -> qwen3_moe.Model:
+    if mtp_layers:
+        raise CheckpointError("it holds mtp.* tensors, which the qwen3_moe family does not have")
+    args = qwen3_moe.ModelArgs.from_dict(config)
+    require_experts(args)
+    return qwen3_moe.Model(args)
+
+
+FAMILY = Family("qwen3_moe", _build)

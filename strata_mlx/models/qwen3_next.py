@@ -1,0 +1,31 @@
+"""Qwen3-Next: Gated DeltaNet and gated attention, softmax top-k experts with a shared expert, an MTP head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_lm.models import qwen3_next
+
+from .family import Family, require_experts
+from .mtp import MTPHead
+
+
+class Model(qwen3_next.Model):
+    """mlx-lm's model with the MTP head as ``mtp``, where there is one."""
+
+    def __init__(self, args: qwen3_next.ModelArgs, mtp_layers: int):
+        super().__init__(args)
+        if mtp_layers:
+            # A layer with full attention: every ``full_attention_interval``-th one has it.
+            index = args.full_attention_interval - 1
+            layers = [qwen3_next.Qwen3NextDecoderLayer(args, index) for _ in range(mtp_layers)]
+            self.mtp = MTPHead(layers, args.hidden_size, args.rms_norm_eps)
+
+
+def _build(config: dict[str, Any], mtp_layers: int) -> Model:
+    args = qwen3_next.ModelArgs.from_dict(config)
+    require_experts(args)
+    return Model(args, mtp_layers)
+
+
+FAMILY = Family("qwen3_next", _build, shifted_norms=True)
