@@ -1,0 +1,57 @@
+"""What the device in use computes well: the compute type and the memory layout of dense weights.
+
+Both were chosen by measurement (benchmarks/generate_vs_mlx_lm.py prints the table): MLX's CPU backend multiplies
+quantised weights several times faster with float32 activations than with bfloat16 ones, cannot multiply unquantised
+bfloat16 experts at all, and its matrix product reads a weight faster when it is stored input-major.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from .errors import Fault, InputError
+
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+
+
+def on_cpu() -> bool:
+    return bool(mx.default_device() == mx.cpu)
+
+
+def compute_dtype(name: str = "auto") -> mx.Dtype | None:
+    """The type that floating parameters are cast to, or None to keep the checkpoint's.
+
+    ``auto``: float32 on the CPU, the checkpoint's own on Metal and CUDA. Raises InputError for an unknown name.
+    """
+    if name == "auto":
+        return mx.float32 if on_cpu() else None
+    if name not in DTYPES:
+        raise InputError(f"dtype {name!r} is unknown; choose auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def compute_dtype_of(model: nn.Module) -> str:
+    """The name of the type that a loaded model computes in: that of its last normalisation."""
+    dtype = getattr(model, "language_model", model).model.norm.weight.dtype
+    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype))
+
+
+def arrange(module: nn.Module, parameter: mx.array) -> mx.array:
+    """A parameter of ``module``, with the same values and shape, in the memory layout that the device multiplies
+    faster.
+    """
+    if on_cpu() and isinstance(module, (nn.Linear, SwitchLinear)) and parameter.ndim >= 2:
+        return mx.contiguous(parameter.swapaxes(-1, -2)).swapaxes(-1, -2)
+    return parameter
+
+
+def evaluate(arrays: Any, doing: str) -> None:
+    """Compute ``arrays``; raises Fault, saying what was being done, when memory or a file gives out."""
+    try:
+        mx.eval(arrays)
+    except (RuntimeError, MemoryError) as error:
+        raise Fault(f"{doing}: {error}") from error

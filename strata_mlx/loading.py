@@ -1,0 +1,91 @@
+"""Load a model and its tokenizer, ready to generate."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm import tokenizer_utils
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .checkpoint import Checkpoint
+from .device import arrange, compute_dtype, evaluate
+from .errors import CheckpointError, InputError
+from .hub import find_model
+from .models.plan import ModelPlan, plan_model
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+
+
+def load(
+    path_or_hf_repo: str | os.PathLike[str] | None = None,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    adapter_path: str | os.PathLike[str] | None = None,
+    mtp: bool = False,
+    tokenizer_config: dict[str, Any] | None = None,
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """Load a model and its tokenizer.
+
+    path_or_hf_repo: a folder or a Hugging Face repository; None is the embedded model. revision: of the repository.
+    dtype: what floating parameters are computed in; "auto" is float32 on the CPU and the checkpoint's own type
+    elsewhere.
+    adapter_path: a folder of trained LoRA adapters. mtp: load the MTP head too, as ``model.mtp``. tokenizer_config:
+    options for the tokenizer's constructor.
+
+    Returns the model, a module that maps tokens ``[B, T]`` and a cache to logits ``[B, T, V]`` and that mlx_lm's
+    functions take as well, and the tokenizer. Raises StrataError for whatever is wrong with name, files or memory.
+    """
+    checkpoint = Checkpoint.open(find_model(path_or_hf_repo, revision=revision))
+    plan = plan_model(checkpoint, mtp=mtp)
+    tokenizer = load_tokenizer(checkpoint, tokenizer_config)
+    model = load_model(plan, dtype)
+    return apply_adapters(model, Path(adapter_path)) if adapter_path else model, tokenizer
+
+
+def load_model(plan: ModelPlan, dtype: str = "auto") -> nn.Module:
+    """Read the parameters of ``plan`` into its model, part by part, and return it. ``dtype`` is as in load()."""
+    read, cast = plan.checkpoint.reader(), compute_dtype(dtype)
+    modules = dict(plan.model.named_modules())
+    for part, parameters in plan.groups().items():
+        weights = {
+            name: arrange(modules[name.rpartition(".")[0]], plan.recipes[name].build(read, cast)) for name in parameters
+        }
+        evaluate(weights, f"loading {part} of {plan.checkpoint.path}")
+        plan.model.update(tree_unflatten(list(weights.items())))
+        read.release(source for name in parameters for source in plan.recipes[name].sources)
+    plan.model.eval()
+    return plan.model
+
+
+def apply_adapters(model: nn.Module, path: Path) -> nn.Module:
+    """Add the LoRA adapters in the folder ``path`` to ``model``."""
+    from mlx_lm.utils import load_adapters
+
+    for name in ("adapter_config.json", "adapters.safetensors"):
+        if not (path / name).exists():
+            raise InputError(f"{path / name}: missing; {path} does not hold trained adapters")
+    try:
+        return load_adapters(model, str(path)).eval()
+    except (ValueError, RuntimeError, AttributeError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: the adapters do not fit the model: {error}") from error
+
+
+def load_tokenizer(checkpoint: Checkpoint, config: dict[str, Any] | None = None) -> TokenizerWrapper:
+    """The checkpoint's tokenizer, with the end-of-sequence tokens of its configuration. Never runs code from the
+    folder.
+    """
+    path = checkpoint.path
+    if not any((path / name).exists() for name in _TOKENIZER_FILES):
+        raise CheckpointError(
+            f"{path}: no tokenizer ({', '.join(_TOKENIZER_FILES)}); download or convert the model again"
+        )
+    options = {"trust_remote_code": False, **(config or {})}
+    try:
+        return tokenizer_utils.load(path, options, eos_token_ids=checkpoint.config.get("eos_token_id"))
+    except Exception as error:  # the tokenizer libraries raise all kinds for a broken file
+        raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {error}") from error
