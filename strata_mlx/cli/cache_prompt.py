@@ -1,0 +1,57 @@
+"""Save the state after a prompt, so that generate --prompt-cache-file need not read it again.
+
+strata_mlx cache_prompt --prompt "$(cat manual.txt)" --prompt-cache-file manual.safetensors
+strata_mlx generate --prompt-cache-file manual.safetensors --prompt "Where is the switch?"
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .options import add_kv_cache, add_model, number
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--prompt", "-p", required=True, help="what to read; '-' reads it from standard input")
+    parser.add_argument("--prompt-cache-file", required=True, help="file to write")
+    parser.add_argument(
+        "--prefill-step-size",
+        type=number(int, 1),
+        default=2048,
+        help="tokens of the prompt to process at a time",
+    )
+    add_kv_cache(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+
+    from ..engine import encode, make_cache, prefill
+    from ..loading import load
+    from ..prompt_cache import save_prompt_cache
+    from .generate import prompt_progress
+
+    model, tokenizer = load(args.model, revision=args.revision)
+    cache = make_cache(model, args.max_kv_size)
+    if tokenizer.has_chat_template:
+        messages = [{"role": "user", "content": text}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=False, continue_final_message=True)
+    else:
+        prompt = tokenizer.encode(text)
+    tokens = encode(tokenizer, prompt)
+    prefill(
+        tokens,
+        model,
+        cache,
+        prefill_step_size=args.prefill_step_size,
+        kv_bits=args.kv_bits,
+        kv_group_size=args.kv_group_size,
+        quantized_kv_start=args.quantized_kv_start,
+        prompt_progress_callback=prompt_progress(tokens.size, args.prefill_step_size),
+    )
+    save_prompt_cache(Path(args.prompt_cache_file), cache, args.model)
+    print(f"{args.prompt_cache_file}: the state after {tokens.size} tokens")
+    return 0

@@ -1,0 +1,282 @@
+"""Write text from a prompt. The options are those of mlx_lm.generate.
+
+strata_mlx generate --prompt "class Stack:"
+cat question.txt | strata_mlx generate --model Qwen/Qwen3-Next-80B-A3B-Instruct --prompt - --max-tokens 500
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+from .options import NotHere, add_kv_cache, add_model, boolean, number
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from ..engine import GenerationResponse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--adapter-path", help="folder of trained LoRA adapters")
+    parser.add_argument(
+        "--prompt", "-p", default="hello", help="what to continue or answer; '-' reads it from standard input"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        "-m",
+        type=number(int, 1, also=(-1,)),
+        default=100,
+        help="at most this many; -1: no limit",
+    )
+    _add_chat(parser)
+    _add_sampling(parser)
+    parser.add_argument(
+        "--prefill-step-size",
+        type=number(int, 1),
+        default=2048,
+        help="tokens of the prompt to process at a time",
+    )
+    parser.add_argument("--prompt-cache-file", help="state saved by cache_prompt, which the prompt continues")
+    add_kv_cache(parser)
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="type to compute in; auto takes what was measured to be fastest: float32 on the CPU, the model's own on "
+        "a GPU",
+    )
+    parser.add_argument("--verbose", type=boolean, default=True, help="False prints the text alone")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    for option, reason in {
+        "--trust-remote-code": "code from a model's folder is never run",
+        "--image": "only the text part of a model is run",
+        "--quantize-activations": "activations are computed in the type of --dtype",
+        "-qa": "activations are computed in the type of --dtype",
+        "--draft-model": "speculation uses the model's own MTP head",
+        "--num-draft-tokens": "speculation uses the model's own MTP head",
+        "--use-default-chat-template": "mlx_lm does not read it either; the model's own template is used",
+    }.items():
+        parser.add_argument(option, action=NotHere, reason=reason)
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--extra-eos-token", nargs="+", default=(), help="tokens that end the text too")
+    parser.add_argument("--system-prompt", help="system message, if the model has a chat template")
+    parser.add_argument("--prefill-response", help="beginning of the answer, if the model has a chat template")
+    parser.add_argument("--ignore-chat-template", action="store_true", help="give the model the prompt as it is")
+    parser.add_argument("--chat-template-config", help="more options for the chat template, as a JSON object")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--temp", type=number(float, 0), default=0.0, help="temperature; 0 always takes the likeliest token"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=number(float, 0, 1),
+        default=1.0,
+        help="sample from the likeliest tokens of this total mass",
+    )
+    parser.add_argument(
+        "--min-p",
+        type=number(float, 0, 1),
+        default=0.0,
+        help="drop tokens below this share of the likeliest one",
+    )
+    parser.add_argument(
+        "--top-k", type=number(int, 0), default=0, help="sample from this many likeliest tokens; 0: from all"
+    )
+    parser.add_argument(
+        "--xtc-probability", type=number(float, 0, 1), default=0.0, help="how often XTC drops likely tokens"
+    )
+    parser.add_argument(
+        "--xtc-threshold", type=number(float, 0, 0.5), default=0.1, help="probability that XTC calls likely"
+    )
+    parser.add_argument(
+        "--min-tokens-to-keep", type=number(int, 1), default=1, help="tokens that --min-p always leaves"
+    )
+    parser.add_argument("--seed", type=number(int, 0, 2**64 - 1), help="makes sampling repeatable")
+
+
+def run(args: argparse.Namespace) -> int:
+    template_config = _template_config(args.chat_template_config)
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+
+    import mlx.core as mx
+
+    from ..engine import make_cache, stream_generate
+    from ..loading import load
+    from ..prompt_cache import check_fits, load_prompt_cache
+
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    saved = None
+    if args.prompt_cache_file:
+        saved, args.model = load_prompt_cache(Path(args.prompt_cache_file), args.model)
+    model, tokenizer = load(args.model, revision=args.revision, dtype=args.dtype, adapter_path=args.adapter_path)
+    for token in args.extra_eos_token:
+        _add_eos(tokenizer, token)
+    cache = make_cache(model, args.max_kv_size)
+    if saved:
+        check_fits(Path(args.prompt_cache_file), saved, model, cache)
+        cache = saved
+    prompt = _encode(tokenizer, text, args, template_config)
+    if args.verbose and not args.json:
+        print(f"{_describe(args, model)}\n{'=' * 10}", flush=True)
+    responses = stream_generate(
+        model,
+        tokenizer,
+        prompt,
+        max_tokens=args.max_tokens,
+        sampler=_sampler(args, tokenizer, model),
+        prompt_cache=cache,
+        prefill_step_size=args.prefill_step_size,
+        kv_bits=args.kv_bits,
+        kv_group_size=args.kv_group_size,
+        quantized_kv_start=args.quantized_kv_start,
+        prompt_progress_callback=prompt_progress(len(prompt), args.prefill_step_size) if args.verbose else None,
+    )
+    return _print(responses, args)
+
+
+def _print(responses: Any, args: argparse.Namespace) -> int:
+    """Show the text as it comes, then the speeds; Ctrl-C shows those of what has been generated so far."""
+    from ..engine import summary
+
+    text, last, interrupted = "", None, False
+    try:
+        for last in responses:
+            text += last.text
+            if not args.json:
+                print(last.text, end="", flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
+    if args.json:
+        print(json.dumps(_record(text, last, interrupted)))
+    else:
+        print()
+        if args.verbose:
+            print("=" * 10)
+            print(summary(last) if last else "interrupted before the first token")
+    return 130 if interrupted else 0
+
+
+def _record(text: str, last: GenerationResponse | None, interrupted: bool) -> dict[str, Any]:
+    reason = "interrupted" if interrupted else last.finish_reason if last else None
+    if last is None:
+        return {"text": text, "generation_tokens": 0, "finish_reason": reason}
+    return {
+        "text": text,
+        "prompt_tokens": last.prompt_tokens,
+        "prompt_tps": last.prompt_tps,
+        "generation_tokens": last.generation_tokens,
+        "generation_tps": last.generation_tps,
+        "peak_memory_gb": last.peak_memory,
+        "finish_reason": reason,
+    }
+
+
+def _describe(args: argparse.Namespace, model: Any) -> str:
+    import mlx.core as mx
+
+    from ..device import compute_dtype_of
+
+    name, device = args.model or "the embedded model", mx.default_device().type.name
+    return f"Model: {name} ({model.model_type}), computing in {compute_dtype_of(model)} on the {device}"
+
+
+def _template_config(text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise InputError(f"--chat-template-config is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InputError(
+            f"--chat-template-config must be a JSON object, such as '{{\"enable_thinking\": false}}', not {text}"
+        )
+    return value
+
+
+def _add_eos(tokenizer: TokenizerWrapper, token: str) -> None:
+    try:
+        tokenizer.add_eos_token(token)
+    except ValueError as error:
+        raise InputError(f"--extra-eos-token {token!r} is not one of the model's tokens") from error
+
+
+def _encode(
+    tokenizer: TokenizerWrapper, text: str, args: argparse.Namespace, template_config: dict[str, Any]
+) -> list[int]:
+    """The prompt's tokens, by the model's chat template if it has one.
+
+    After a saved prompt, only what the template puts from the new message on belongs to the prompt.
+    """
+    if args.ignore_chat_template or not tokenizer.has_chat_template:
+        return list(tokenizer.encode(text, add_special_tokens=True))
+    messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []
+    messages.append({"role": "user", "content": text})
+    prefill = args.prefill_response is not None
+    if prefill:
+        messages.append({"role": "assistant", "content": args.prefill_response})
+
+    def render(conversation: list[dict[str, str]]) -> str:
+        rendered = tokenizer.apply_chat_template(
+            conversation,
+            tokenize=False,
+            continue_final_message=prefill,
+            add_generation_prompt=not prefill,
+            **template_config,
+        )
+        return str(rendered)
+
+    prompt = render(messages)
+    if args.prompt_cache_file:
+        marker = "<query>"
+        user = len(messages) - (2 if prefill else 1)
+        marked = [*messages[:user], {**messages[user], "content": marker}, *messages[user + 1 :]]
+        prompt = prompt[render(marked).index(marker) :]
+    return list(tokenizer.encode(prompt, add_special_tokens=False))
+
+
+def _sampler(args: argparse.Namespace, tokenizer: TokenizerWrapper, model: Any) -> Any:
+    from mlx_lm.sample_utils import make_sampler
+
+    from ..models.plan import text_args
+
+    vocabulary = text_args(model).vocab_size
+    if args.top_k >= vocabulary:
+        raise InputError(f"--top-k {args.top_k} must be less than the model's {vocabulary} tokens")
+    if args.min_tokens_to_keep > vocabulary:
+        raise InputError(f"--min-tokens-to-keep {args.min_tokens_to_keep} is more than the model's {vocabulary} tokens")
+    return make_sampler(
+        args.temp,
+        args.top_p,
+        args.min_p,
+        args.min_tokens_to_keep,
+        top_k=args.top_k,
+        xtc_probability=args.xtc_probability,
+        xtc_threshold=args.xtc_threshold,
+        xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
+    )
+
+
+def prompt_progress(tokens: int, step_size: int) -> Any:
+    """A progress bar on standard error, as a callback, for a prompt of more than one chunk."""
+    if tokens <= step_size or not sys.stderr.isatty():
+        return None
+    from tqdm import tqdm
+
+    bar = tqdm(total=tokens, unit="token", desc="Prompt", leave=False)
+
+    def update(done: int, total: int) -> None:
+        bar.update(done - bar.n)
+        if done >= total:
+            bar.close()
+
+    return update

@@ -1,0 +1,59 @@
+"""Show what a checkpoint holds and what memory it needs. Reads headers only.
+
+strata_mlx inspect
+strata_mlx inspect --model FOLDER --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from .options import add_model, number
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--context", type=number(int, 1), default=4096, help="tokens of context to reckon memory for")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..checkpoint import Checkpoint
+    from ..hub import find_model
+    from ..models.plan import plan_model
+    from ..models.report import describe
+
+    report = describe(plan_model(Checkpoint.open(find_model(args.model, revision=args.revision))), args.context)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        _print(report)
+    return 0
+
+
+def _print(report: dict[str, Any]) -> None:
+    layers, memory = report["layers"], report["memory_bytes"]
+    kinds = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in layers["kinds"].items())
+    shared = " and a shared expert" if report["shared_expert"] else ""
+    mtp = f"{report['mtp_layers']} layer{'s' * (report['mtp_layers'] != 1)}" if report["mtp_layers"] else "none"
+    rows = {
+        "path": report["path"],
+        "family": report["family"],
+        "layout": report["layout"],
+        "layers": f"{layers['count']} ({kinds})",
+        "experts": f"{report['experts']}, top-{report['top_k']}{shared}, in {report['moe_layers']} layers",
+        "MTP": mtp,
+        "parameters": f"{report['parameters'] / 1e6:,.1f} M, {report['active_parameters'] / 1e6:,.1f} M used per token",
+    }
+    for name, value in rows.items():
+        print(f"{name:12}{value}")
+    print(f"\n{'part':30}{'MB':>12}{'share':>9}  precision")
+    for part, row in report["parts"].items():
+        share = row["bytes"] / report["bytes"]
+        print(f"{part:30}{row['bytes'] / 1e6:12,.3f}{share:9.1%}  {', '.join(row['precision'])}")
+    print(f"{'total':30}{report['bytes'] / 1e6:12,.3f}{1:9.1%}")
+    total = sum(memory.values())
+    parts = ", ".join(f"{name.replace('_', ' ')} {size / 1e6:,.1f}" for name, size in memory.items())
+    print(f"\nMemory on this device with {report['context']} tokens of context: {total / 1e6:,.1f} MB ({parts})")
