@@ -1,0 +1,38 @@
+"""Text that the embedded model was not trained on: the sources of installed packages, read at run time."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+PACKAGES = ("mlx", "mlx_lm", "huggingface_hub")
+
+
+def documents(packages: Sequence[str] = PACKAGES, min_bytes: int = 2000) -> Iterator[str]:
+    """The Python files of ``packages`` with at least ``min_bytes``, in a fixed order that alternates between packages."""
+    files = [_files(package, min_bytes) for package in packages]
+    for rank in range(max(map(len, files))):
+        for of_package in files:
+            if rank < len(of_package):
+                yield of_package[rank].read_text(encoding="utf-8")
+
+
+def windows(tokenizer: object, count: int, length: int) -> list[list[int]]:
+    """``count`` token sequences of ``length``, each from the beginning of another document."""
+    result = []
+    for text in documents():
+        tokens = tokenizer.encode(text)[:length]  # type: ignore[attr-defined]
+        if len(tokens) == length:
+            result.append(tokens)
+        if len(result) == count:
+            return result
+    raise RuntimeError(f"the installed packages {', '.join(PACKAGES)} hold only {len(result)} documents of {length} tokens")
+
+
+def _files(package: str, min_bytes: int) -> list[Path]:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise RuntimeError(f"package {package} is not installed, so its sources cannot serve as text")
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    return sorted(file for file in folder.rglob("*.py") if file.stat().st_size >= min_bytes)
