@@ -2,5 +2,5 @@
 
 The model is a 36-million-parameter mixture of experts for Python source (Qwen3-Next architecture with one MTP
 layer). ``config`` and ``data`` and ``layout`` run without PyTorch; ``layers``, ``moe``, ``model``, ``train``,
-``export`` and ``check`` need it. Nothing in ``strata_mlx`` imports this package.
+``export``, ``evaluate`` and ``check`` need it. Nothing in ``strata_mlx`` imports this package.
 """

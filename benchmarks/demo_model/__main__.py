@@ -217,7 +217,7 @@ def _add_model_options(command: Command) -> None:
     sub.add_argument("--sequence", type=positive, default=254, help="positions per window")
     sub.add_argument("--windows", type=positive, default=60, help="windows at most, spread over the text")
 
-    sub = command(check, "verify training, export and MTP wiring; about a minute on a CPU")
+    sub = command(check, "verify training, export and MTP wiring; about ten seconds on a CPU")
     sub.add_argument("--model", type=Path, default=WORK / "model", help="folder that `export` wrote")
 
 

@@ -1,4 +1,4 @@
-"""What a person with PyTorch can verify in a minute on a CPU, before and after a training run."""
+"""What a person with PyTorch can verify in seconds on a CPU, before and after a training run."""
 
 import tempfile
 from collections.abc import Callable, Iterator
