@@ -27,7 +27,9 @@ def windows(tokenizer: object, count: int, length: int) -> list[list[int]]:
             result.append(tokens)
         if len(result) == count:
             return result
-    raise RuntimeError(f"the installed packages {', '.join(PACKAGES)} hold only {len(result)} documents of {length} tokens")
+    raise RuntimeError(
+        f"the installed packages {', '.join(PACKAGES)} hold only {len(result)} documents of {length} tokens"
+    )
 
 
 def _files(package: str, min_bytes: int) -> list[Path]:

@@ -57,9 +57,7 @@ def corpus(options: argparse.Namespace) -> None:
 
 def prepare(options: argparse.Namespace) -> None:
     tokens = data.prepare(options.text, options.data, Config().vocab_size, options.tokenizer)
-    print(
-        f"{options.data}: {tokens} tokens, {Recipe().tokens / tokens:.1f} passes in the default training run"
-    )
+    print(f"{options.data}: {tokens} tokens, {Recipe().tokens / tokens:.1f} passes in the default training run")
 
 
 def train(options: argparse.Namespace) -> None:

@@ -81,9 +81,7 @@ def check_causality(_: Path) -> str:
         moved = (one - other).abs().amax(-1)[0] > 1e-4
         first = int(moved.int().argmax())
         expect(bool(moved.any()), f"draft {s} does not see its tokens")
-        expect(
-            first == changed - s, f"draft {s} sees token {changed} in row {first}, not in row {changed - s}"
-        )
+        expect(first == changed - s, f"draft {s} sees token {changed} in row {first}, not in row {changed - s}")
     return "row t of the trunk sees tokens up to t, of the first draft up to t + 1, of the second up to t + 2"
 
 

@@ -207,10 +207,7 @@ def load_tokenizer(path: Path) -> "Tokenizer":
 
 def require_same_tokenizer(one: Path, other: Path) -> None:
     """Raise InputError unless both folders' tokenizers give the same ids."""
-    if (
-        load_tokenizer(one / "tokenizer.json").get_vocab()
-        != load_tokenizer(other / "tokenizer.json").get_vocab()
-    ):
+    if load_tokenizer(one / "tokenizer.json").get_vocab() != load_tokenizer(other / "tokenizer.json").get_vocab():
         raise InputError(
             f"{one} and {other} have different tokenizers: "
             f"run `prepare --tokenizer {other / 'tokenizer.json'}` to write the text in the model's tokens"
@@ -241,9 +238,7 @@ def prepare(text: Path, folder: Path, vocab_size: int, existing: Path | None = N
     documents = read_documents(text)
     tokenizer = load_tokenizer(existing) if existing else train_tokenizer(documents, vocab_size)
     if tokenizer.get_vocab_size() != vocab_size:
-        raise InputError(
-            f"{existing} has {tokenizer.get_vocab_size()} tokens, but the model has {vocab_size}"
-        )
+        raise InputError(f"{existing} has {tokenizer.get_vocab_size()} tokens, but the model has {vocab_size}")
     folder.mkdir(parents=True, exist_ok=True)
     total = write_tokens(documents, tokenizer, folder / "tokens.bin")
     tokenizer.save(str(folder / "tokenizer.json"))

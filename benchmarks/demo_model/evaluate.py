@@ -72,9 +72,7 @@ def measure(model: Model, ids: Tensor, chain: int = 3) -> Report:
             greedy = logits.argmax(-1)
             # Row t of draft s and row t + s of the trunk predict the same token.
             rows = length - chain
-            agreements.append(
-                torch.stack([greedy[s, :rows] == greedy[0, s : rows + s] for s in range(1, chain + 1)])
-            )
+            agreements.append(torch.stack([greedy[s, :rows] == greedy[0, s : rows + s] for s in range(1, chain + 1)]))
     agreed = torch.cat(agreements, 1)  # [chain, positions]
     return Report(
         positions=ids.shape[0] * (ids.shape[1] - 1 - chain),

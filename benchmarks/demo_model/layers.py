@@ -148,9 +148,7 @@ class GatedDeltaNet(nn.Module):
         channels = 2 * self.keys + self.values
         self.in_proj_qkvz = linear(config.hidden_size, 2 * self.keys + 2 * self.values)
         self.in_proj_ba = linear(config.hidden_size, 2 * value_heads)
-        self.conv1d = nn.Conv1d(
-            channels, channels, config.linear_conv_kernel_dim, groups=channels, bias=False
-        )
+        self.conv1d = nn.Conv1d(channels, channels, config.linear_conv_kernel_dim, groups=channels, bias=False)
         self.dt_bias = nn.Parameter(torch.ones(value_heads))
         self.A_log = nn.Parameter(torch.log(torch.linspace(0.5, 8, value_heads)))
         self.norm = GatedRMSNorm(config.linear_value_head_dim, config.rms_norm_eps)

@@ -34,9 +34,7 @@ class Run:
         if self.device == "auto":
             return "cuda" if torch.cuda.is_available() else "cpu"
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise InputError(
-                "PyTorch finds no CUDA device: use --device cpu, or install a CUDA build of PyTorch"
-            )
+            raise InputError("PyTorch finds no CUDA device: use --device cpu, or install a CUDA build of PyTorch")
         return self.device
 
 
@@ -67,9 +65,7 @@ class Trainer:
     def sample(self, tokens: Tensor) -> Tensor:
         """The next batch: windows at random offsets, [batch, window]. tokens: [N], on the device."""
         window = self.recipe.window
-        offsets = torch.randint(
-            0, tokens.numel() - window + 1, (self.recipe.batch,), generator=self.generator
-        )
+        offsets = torch.randint(0, tokens.numel() - window + 1, (self.recipe.batch,), generator=self.generator)
         rows = offsets.to(self.device)[:, None] + torch.arange(window, device=self.device)
         return tokens[rows].long()
 

@@ -41,9 +41,7 @@ def gathered_documents(root: Path, output: Path, held_out: frozenset[str] = data
 
 
 def test_gathers_python_sources_in_the_order_of_their_paths(tmp_path: Path) -> None:
-    root = write(
-        tmp_path / "root", {"b.py": "b = 1\n", "a/x.py": "x = 1\n", "a/notes.txt": "no", "c.py": "c = 1\n"}
-    )
+    root = write(tmp_path / "root", {"b.py": "b = 1\n", "a/x.py": "x = 1\n", "a/notes.txt": "no", "c.py": "c = 1\n"})
     assert gathered_documents(root, tmp_path / "text") == ["b = 1\n", "c = 1\n", "x = 1\n"]
 
 
@@ -75,9 +73,7 @@ def test_further_packages_can_be_held_out(tmp_path: Path) -> None:
 
 
 def test_equal_files_are_gathered_once_whatever_their_line_ends(tmp_path: Path) -> None:
-    root = write(
-        tmp_path / "root", {"a.py": "x = 1\ny = 2\n", "b.py": "x = 1\r\ny = 2\r\n", "c.py": "z = 3\n"}
-    )
+    root = write(tmp_path / "root", {"a.py": "x = 1\ny = 2\n", "b.py": "x = 1\r\ny = 2\r\n", "c.py": "z = 3\n"})
     assert gathered_documents(root, tmp_path / "text") == ["x = 1\ny = 2\n", "z = 3\n"]
 
 
@@ -213,9 +209,7 @@ def test_the_learning_rate_warms_up_stays_and_falls() -> None:
     assert rates[-1] == 0.02
 
 
-@pytest.mark.parametrize(
-    "change", [{"steps": 0}, {"learning_rate": -1.0}, {"balance_weight": -0.1}, {"seed": -1}]
-)
+@pytest.mark.parametrize("change", [{"steps": 0}, {"learning_rate": -1.0}, {"balance_weight": -0.1}, {"seed": -1}])
 def test_a_recipe_out_of_range_is_refused(change: dict[str, float]) -> None:
     with pytest.raises(InputError, match=next(iter(change))):
         Recipe(**change)  # type: ignore[arg-type]
@@ -225,9 +219,7 @@ def test_a_recipe_out_of_range_is_refused(change: dict[str, float]) -> None:
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=4), st.integers(1, 50), min_size=1), st.integers(1, 100))
-def test_shards_hold_every_tensor_once_in_order_and_within_the_limit(
-    sizes: dict[str, int], limit: int
-) -> None:
+def test_shards_hold_every_tensor_once_in_order_and_within_the_limit(sizes: dict[str, int], limit: int) -> None:
     shards = plan_shards(sizes, limit)
     assert [name for names in shards.values() for name in names] == sorted(sizes)
     totals = [sum(sizes[name] for name in names) for names in shards.values()]
@@ -236,9 +228,7 @@ def test_shards_hold_every_tensor_once_in_order_and_within_the_limit(
     first_sizes = [sizes[names[0]] for names in shards.values()]
     for total, following in zip(totals[:-1], first_sizes[1:], strict=True):
         assert total + following > limit  # no shard ends before it must
-    assert list(shards) == [
-        f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
-    ]
+    assert list(shards) == [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
 
 
 def test_the_index_names_the_shard_of_every_tensor(tmp_path: Path) -> None:
@@ -297,9 +287,7 @@ def test_without_pytorch_a_command_that_needs_it_says_so(
     assert error.count("\n") == 1
 
 
-def test_preparing_before_gathering_says_what_to_run_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_preparing_before_gathering_says_what_to_run_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", "--text", str(tmp_path / "none"), "--data", str(tmp_path / "data")]) == 2
     assert "run `corpus` first" in capsys.readouterr().err
 
