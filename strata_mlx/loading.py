@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
-from mlx_lm import tokenizer_utils
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .checkpoint import Checkpoint
 from .device import arrange, compute_dtype, evaluate
 from .errors import CheckpointError, InputError
 from .hub import find_model
-from .models.plan import ModelPlan, plan_model
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from .models.plan import ModelPlan
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 
@@ -40,7 +42,10 @@ def load(
     Returns the model, a module that maps tokens ``[B, T]`` and a cache to logits ``[B, T, V]`` and that mlx_lm's
     functions take as well, and the tokenizer. Raises StrataError for whatever is wrong with name, files or memory.
     """
+    # mlx-lm takes most of a second to import; what is wrong with name or files is said before that.
     checkpoint = Checkpoint.open(find_model(path_or_hf_repo, revision=revision))
+    from .models.plan import plan_model
+
     plan = plan_model(checkpoint, mtp=mtp)
     tokenizer = load_tokenizer(checkpoint, tokenizer_config)
     model = load_model(plan, dtype)
@@ -84,6 +89,8 @@ def load_tokenizer(checkpoint: Checkpoint, config: dict[str, Any] | None = None)
         raise CheckpointError(
             f"{path}: no tokenizer ({', '.join(_TOKENIZER_FILES)}); download or convert the model again"
         )
+    from mlx_lm import tokenizer_utils
+
     options = {"trust_remote_code": False, **(config or {})}
     try:
         return tokenizer_utils.load(path, options, eos_token_ids=checkpoint.config.get("eos_token_id"))

@@ -7,6 +7,7 @@ Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import sys
@@ -60,6 +61,8 @@ def cache_prompt() -> NoReturn:
 
 
 def _run(name: str, argv: Sequence[str], prog: str) -> NoReturn:
+    # Start-up makes objects that stay, and walking them again and again takes a tenth of its time.
+    gc.disable()
     command = importlib.import_module(f".{name}", __name__)
     parser = argparse.ArgumentParser(prog=prog, description=command.__doc__, formatter_class=_HelpFormatter)
     command.add_arguments(parser)
@@ -86,6 +89,12 @@ def _run(name: str, argv: Sequence[str], prog: str) -> NoReturn:
             raise
         sys.exit(_fail(f"internal error: {type(error).__name__}: {error}; run again with --debug for details", 1))
     sys.exit(code)
+
+
+def started() -> None:
+    """Called by a command when its imports and its model are loaded: from now on garbage is collected."""
+    gc.freeze()
+    gc.enable()
 
 
 def _fail(message: str, code: int) -> int:

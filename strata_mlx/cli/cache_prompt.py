@@ -10,6 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from . import started
 from .options import add_kv_cache, add_model, number
 
 
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         prompt = tokenizer.encode(text)
     tokens = encode(tokenizer, prompt)
+    started()
     prefill(
         tokens,
         model,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from . import started
 from .options import NotHere, add_model, number
 
 
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     conversion = Conversion(plan, _precision(args), args.dequantize, DTYPES.get(args.dtype))
     files = {name: conversion.nbytes(parameters) for name, parameters in conversion.files().items()}
     report: dict[str, Any] = {"path": str(args.mlx_path), "files": files, "bytes": sum(files.values())}
+    started()
     if not args.dry_run:
         convert(conversion, args.mlx_path, progress=not args.json)
         report["peak_memory_gb"] = mx.get_peak_memory() / 1e9

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
+from . import started
 from .options import NotHere, add_kv_cache, add_model, boolean, number
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
         quantized_kv_start=args.quantized_kv_start,
         prompt_progress_callback=prompt_progress(len(prompt), args.prefill_step_size) if args.verbose else None,
     )
+    started()
     return _print(responses, args)
 
 
