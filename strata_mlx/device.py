@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import SwitchLinear
 
 from .errors import Fault, InputError
 
@@ -44,8 +43,8 @@ def arrange(module: nn.Module, parameter: mx.array) -> mx.array:
     """A parameter of ``module``, with the same values and shape, in the memory layout that the device multiplies
     faster.
     """
-    if on_cpu() and isinstance(module, (nn.Linear, SwitchLinear)) and parameter.ndim >= 2:
-        return mx.contiguous(parameter.swapaxes(-1, -2)).swapaxes(-1, -2)
+    if on_cpu() and isinstance(module, nn.Linear) and parameter.ndim == 2:
+        return mx.contiguous(parameter.T).T
     return parameter
 
 
