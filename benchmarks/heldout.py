@@ -10,7 +10,9 @@ PACKAGES = ("mlx", "mlx_lm", "huggingface_hub")
 
 
 def documents(packages: Sequence[str] = PACKAGES, min_bytes: int = 2000) -> Iterator[str]:
-    """The Python files of ``packages`` with at least ``min_bytes``, in a fixed order that alternates between packages."""
+    """The Python files of ``packages`` with at least ``min_bytes``, in a fixed order that alternates between
+    packages.
+    """
     files = [_files(package, min_bytes) for package in packages]
     for rank in range(max(map(len, files))):
         for of_package in files:

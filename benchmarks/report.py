@@ -1,0 +1,39 @@
+"""What every benchmark script does the same way: where results are kept and how they are shown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+# The unquantised original of the embedded model, where a developer has it beside the repository.
+ORIGINAL = ROOT.parent / "shared" / "demo-model"
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """An argument parser with ``--json``; tables are for people, JSON for programs."""
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    return result
+
+
+def table(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
+    """Rows as aligned text under ``columns``; numbers get four significant digits after the point at most."""
+    cells = [list(columns), *([_cell(row.get(column)) for column in columns] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells)
+    return "\n".join(lines)
+
+
+def keep(name: str, report: dict[str, Any]) -> None:
+    """Write a report to benchmarks/results, to be committed."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4f}".rstrip("0").rstrip(".") if isinstance(value, float) else "" if value is None else str(value)
