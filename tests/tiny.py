@@ -131,9 +131,7 @@ def _random(name: str, shape: tuple[int, ...], seed: int) -> mx.array:
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = rng.standard_normal(shape, dtype=np.float32)
     if name.endswith("norm.weight") or "_norm_" in name:
-        return mx.array(1 + np.round(8 * values).clip(-32, 32) / 64).astype(
-            mx.float32
-        )  # exact in bfloat16, and so is less one
+        return mx.clip(mx.round(8 * mx.array(values)), -32, 32) / 64 + 1  # exact in bfloat16, and so is it less one
     return mx.array(values * shape[-1] ** -0.5 if len(shape) > 1 else values)
 
 

@@ -17,12 +17,12 @@ from ..errors import CheckpointError
 
 # Bytes per element, for every dtype that MLX can read.
 DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E8M0": 1,
     "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4,
-    "U64": 8, "I64": 8, "F64": 8,
+    "U64": 8, "I64": 8,
 }  # fmt: skip
-FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
+FLOATING = frozenset({"F16", "BF16", "F32"})
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 
