@@ -84,7 +84,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: missing; {path.parent} does not hold a complete model") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error}); download or convert it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a {type(value).__name__} where an object is expected")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,28 +72,36 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             f"{path}: cannot be read ({error.strerror}); check the path and its permissions"
         ) from error
     try:
-        header = json.loads(raw)
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_duplicates)
         if not isinstance(header, dict):
             raise ValueError("it is not an object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: the header is not valid JSON ({error}); download or convert it again"
         ) from error
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: the header's __metadata__ does not map names to texts")
     data_start = _LENGTH_BYTES + length
     entries = [_entry(path, name, fields, data_start) for name, fields in header.items()]
     _check_layout(path, entries, data_start, size)
     return {entry.name: entry for entry in entries}
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(result := dict(pairs)) < len(pairs):
+        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} occurs twice")
+    return result
+
+
 def _entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
     try:
         dtype, shape, (start, stop) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
         numbers = (*shape, start, stop)
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers) or start > stop:
+        if not isinstance(dtype, str) or not all(map(_is_length, numbers)) or start > stop:
             raise ValueError
     except (TypeError, KeyError, ValueError):
-        raise CheckpointError(f"{path}: the header's entry for {name!r} is malformed: {fields!r}") from None
+        raise CheckpointError(f"{path}: the header's entry for {name!r} is malformed: {reprlib.repr(fields)}") from None
     if dtype not in DTYPE_BYTES:
         known = ", ".join(DTYPE_BYTES)
         raise CheckpointError(f"{path}: tensor {name!r} has dtype {dtype!r}, which MLX cannot read (known: {known})")
@@ -102,6 +112,10 @@ def _entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
             f"bytes, but its range holds {entry.nbytes}"
         )
     return entry
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _check_layout(path: Path, entries: list[TensorEntry], data_start: int, size: int) -> None:
