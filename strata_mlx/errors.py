@@ -1,5 +1,7 @@
 """The errors that strata-mlx raises on purpose. Each message says what is wrong, where, and what to do."""
 
+import textwrap
+
 
 class StrataError(Exception):
     """Base of every deliberate error. ``exit_code`` is what the command line ends with."""
@@ -23,3 +25,8 @@ class CheckpointError(InputError):
 
 class ModelNotFoundError(InputError):
     """No model was found under the given name."""
+
+
+def in_one_line(error: Exception) -> str:
+    """What another library has to say, shortened, for the message of an error of ours."""
+    return textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable, Container
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from types import NoneType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import mlx.nn as nn
 
 from ..checkpoint import Recipe
 from ..errors import CheckpointError
 
+# What a configuration may hold for a type that mlx-lm declares. MLX counts elements along an axis in 32 bits.
+_VALUES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("a whole number from 0 to 2^31 - 1", lambda value: type(value) is int and 0 <= value < 2**31),
+    float: ("a positive float32", lambda value: type(value) in (int, float) and 1e-38 < value < 3e38),
+    str: ("a text", lambda value: isinstance(value, str)),
+    list: ("a list of whole numbers", lambda value: isinstance(value, list) and all(type(n) is int for n in value)),
+    dict: ("an object", lambda value: isinstance(value, dict)),
+    NoneType: ("null", lambda value: value is None),
+}
 EXPERT_PARAMETER = re.compile(r"(?P<moe>.+)\.switch_mlp\.(?P<projection>\w+_proj)\.(?P<kind>\w+)")
 
 
@@ -58,17 +70,29 @@ class Family:
 def _expert_recipe(moe: str, projection: str, kind: str, present: Container[str], experts: int) -> Recipe | None:
     """Separate experts (``experts.N.gate_proj.weight``) or fused ones (``experts.gate_up_proj``), if they are there."""
     if f"{moe}.experts.0.{projection}.{kind}" in present:
-        separate = tuple(f"{moe}.experts.{e}.{projection}.{kind}" for e in range(experts))
-        if missing := next((name for name in separate if name not in present), None):
-            raise KeyError(missing)
-        return Recipe(separate)
+        separate = []
+        for expert in range(experts):
+            separate.append(f"{moe}.experts.{expert}.{projection}.{kind}")
+            if separate[-1] not in present:
+                raise KeyError(separate[-1])
+        return Recipe(tuple(separate))
     half = {"gate_proj": 0, "up_proj": 1}.get(projection)
     fused = f"{moe}.experts.{projection if half is None else 'gate_up_proj'}"
     return Recipe((fused,), half=half) if kind == "weight" and fused in present else None
 
 
-def require_experts(args: Any) -> None:
-    """Raise CheckpointError unless the configuration routes each token to between 1 and all of its experts."""
+def check_args(args: Any) -> None:
+    """Raise CheckpointError unless every value of ``args``, mlx-lm's dataclass, is of the type that it declares and the
+    values go together.
+    """
+    for name, declared in get_type_hints(type(args)).items():
+        value = getattr(args, name)
+        alternatives = get_args(declared) if get_origin(declared) is Union else (declared,)
+        described, allowed = zip(*(_VALUES[get_origin(kind) or kind] for kind in alternatives), strict=True)
+        if not any(allows(value) for allows in allowed):
+            raise CheckpointError(f"{name} is {reprlib.repr(value)}, expected {' or '.join(described)}")
+    if getattr(args, "partial_rotary_factor", 1) > 1:
+        raise CheckpointError(f"partial_rotary_factor is {args.partial_rotary_factor}, expected at most 1")
     experts, top_k = args.num_experts, args.num_experts_per_tok
     if experts < 1:
         raise CheckpointError(f"num_experts is {experts}: this is not a mixture-of-experts model; run it with mlx_lm")

@@ -17,9 +17,10 @@ from mlx.utils import tree_flatten
 from ..checkpoint import Checkpoint, Recipe, TensorEntry
 from ..checkpoint.precision import AFFINE_BITS, AFFINE_GROUP_SIZES, DEFAULTS
 from ..checkpoint.safetensors import FLOATING
-from ..errors import CheckpointError
+from ..errors import CheckpointError, in_one_line
 from .family import Family
 
+_TRUNK_LAYER = re.compile(r"(?:model\.|language_model\.)+layers\.(\d+)\.")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 # Modes with one-byte scales, by (group size, bits); each allows exactly one pair.
 _BYTE_SCALE_MODES = {precision: mode for mode, precision in DEFAULTS.items() if mode != "affine"}
@@ -85,16 +86,19 @@ def plan_model(checkpoint: Checkpoint, mtp: bool = True) -> ModelPlan:
 
 def _build(checkpoint: Checkpoint, family: Family, mtp_layers: int) -> nn.Module:
     where = checkpoint.path / "config.json"
+    config = family.text_config(checkpoint.config)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{where}: 'text_config' must be an object")
+    stored = len({match[1] for name in checkpoint.tensors if (match := _TRUNK_LAYER.match(name))})
+    if isinstance(layers := config.get("num_hidden_layers"), int) and layers > stored:
+        raise CheckpointError(f"{where}: num_hidden_layers is {layers}, but {checkpoint.path} holds {stored} layers")
     try:
-        return family.build(family.text_config(checkpoint.config), mtp_layers)
+        return family.build(config, mtp_layers)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from None
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-        reason = (
-            str(error)
-            .replace("ModelArgs.__init__() missing", "missing")
-            .replace("required positional arguments", "fields")
-        )
+    except Exception as error:  # mlx-lm checks little, so a value can make anything fail
+        reason = in_one_line(error).replace("ModelArgs.__init__() missing", "missing")
+        reason = reason.replace("required positional argument", "field")
         raise CheckpointError(f"{where}: does not describe a {family.model_type} model: {reason}") from error
 
 
@@ -197,9 +201,10 @@ def _quantise(model: nn.Module, checkpoint: Checkpoint, entry_of: Any) -> None:
         if weight is None or scales is None:
             return False
         inputs = module.weight.shape[-1]
-        group_size, bits = inputs // max(scales.shape[-1], 1), weight.shape[-1] * 32 // inputs
+        columns, groups = (entry.shape[-1] if entry.shape else 0 for entry in (weight, scales))
+        group_size, bits = inputs // max(groups, 1), columns * 32 // max(inputs, 1)
         mode = "affine" if scales.dtype in FLOATING else _BYTE_SCALE_MODES.get((group_size, bits))
-        fits = scales.shape[-1] * group_size == inputs and weight.shape[-1] * 32 == bits * inputs
+        fits = groups * group_size == inputs and columns * 32 == bits * inputs
         if (
             not fits
             or mode is None

@@ -6,7 +6,7 @@ from typing import Any
 
 from mlx_lm.models import qwen3_5, qwen3_5_moe
 
-from .family import Family, require_experts
+from .family import Family, check_args
 from .mtp import MTPHead
 
 
@@ -22,9 +22,8 @@ class Model(qwen3_5_moe.Model):
 
 
 def _build(config: dict[str, Any], mtp_layers: int) -> Model:
-    model = Model(qwen3_5_moe.ModelArgs("qwen3_5_moe", config), mtp_layers)
-    require_experts(model.language_model.args)
-    return model
+    check_args(qwen3_5.TextModelArgs.from_dict(config))
+    return Model(qwen3_5_moe.ModelArgs("qwen3_5_moe", config), mtp_layers)
 
 
 def _names(parameter: str) -> tuple[str, ...]:

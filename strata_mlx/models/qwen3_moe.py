@@ -7,14 +7,14 @@ from typing import Any
 from mlx_lm.models import qwen3_moe
 
 from ..errors import CheckpointError
-from .family import Family, require_experts
+from .family import Family, check_args
 
 
 def _build(config: dict[str, Any], mtp_layers: int) -> qwen3_moe.Model:
     if mtp_layers:
         raise CheckpointError("it holds mtp.* tensors, which the qwen3_moe family does not have")
     args = qwen3_moe.ModelArgs.from_dict(config)
-    require_experts(args)
+    check_args(args)
     return qwen3_moe.Model(args)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from mlx_lm.models import qwen3_next
 
-from .family import Family, require_experts
+from .family import Family, check_args
 from .mtp import MTPHead
 
 
@@ -24,7 +24,7 @@ class Model(qwen3_next.Model):
 
 def _build(config: dict[str, Any], mtp_layers: int) -> Model:
     args = qwen3_next.ModelArgs.from_dict(config)
-    require_experts(args)
+    check_args(args)
     return Model(args, mtp_layers)
 
 
