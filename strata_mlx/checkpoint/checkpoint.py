@@ -32,10 +32,13 @@ class Checkpoint:
         Raises CheckpointError for a missing or broken file, a tensor that the index and the shards do not agree on, or
         one that occurs twice.
         """
-        config = read_json(path / "config.json")
-        generation = path / "generation_config.json"
-        if generation.exists() and (eos := read_json(generation).get("eos_token_id")) is not None:
-            config["eos_token_id"] = eos
+        config, generation = read_json(path / "config.json"), path / "generation_config.json"
+        _check_token_ids(path / "config.json", config)
+        if generation.exists():
+            overriding = read_json(generation)
+            _check_token_ids(generation, overriding)
+            if overriding.get("eos_token_id") is not None:
+                config["eos_token_id"] = overriding["eos_token_id"]
         tensors: dict[str, TensorEntry] = {}
         for file in _weight_files(path):
             for name, entry in read_header(file).items():
@@ -89,6 +92,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a {type(value).__name__} where an object is expected")
     return value
+
+
+def _check_token_ids(file: Path, config: dict[str, Any]) -> None:
+    ids = config.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+        raise CheckpointError(f"{file}: 'eos_token_id' must be a token id or a list of them")
 
 
 def _weight_files(path: Path) -> list[Path]:
