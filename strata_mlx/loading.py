@@ -11,7 +11,7 @@ from mlx.utils import tree_unflatten
 
 from .checkpoint import Checkpoint
 from .device import arrange, compute_dtype, evaluate
-from .errors import CheckpointError, InputError
+from .errors import CheckpointError, InputError, in_one_line
 from .hub import find_model
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def apply_adapters(model: nn.Module, path: Path) -> nn.Module:
     try:
         return load_adapters(model, str(path)).eval()
     except (ValueError, RuntimeError, AttributeError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: the adapters do not fit the model: {error}") from error
+        raise InputError(f"{path}: the adapters do not fit the model: {in_one_line(error)}") from error
 
 
 def load_tokenizer(checkpoint: Checkpoint, config: dict[str, Any] | None = None) -> TokenizerWrapper:
@@ -91,8 +91,8 @@ def load_tokenizer(checkpoint: Checkpoint, config: dict[str, Any] | None = None)
         )
     from mlx_lm import tokenizer_utils
 
-    options = {"trust_remote_code": False, **(config or {})}
+    options = {**(config or {}), "trust_remote_code": False}
     try:
         return tokenizer_utils.load(path, options, eos_token_ids=checkpoint.config.get("eos_token_id"))
     except Exception as error:  # the tokenizer libraries raise all kinds for a broken file
-        raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {error}") from error
+        raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {in_one_line(error)}") from error
