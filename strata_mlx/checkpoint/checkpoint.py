@@ -121,7 +121,7 @@ def _weight_files(path: Path) -> list[Path]:
 def _weight_map(path: Path) -> dict[str, str]:
     names = read_json(path / INDEX).get("weight_map")
     if not isinstance(names, dict) or not all(
-        isinstance(file, str) and Path(file).name == file for file in names.values()
+        isinstance(file, str) and Path(file).name == file not in ("", "..") for file in names.values()
     ):
         raise CheckpointError(f"{path / INDEX}: 'weight_map' must map tensor names to file names in the same folder")
     return names

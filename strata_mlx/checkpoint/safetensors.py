@@ -79,8 +79,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(
             f"{path}: the header is not valid JSON ({error}); download or convert it again"
         ) from error
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    metadata = header.pop("__metadata__", None)  # MLX writes null when it has none
+    if isinstance(metadata, dict) and not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{path}: the header's __metadata__ does not map names to texts")
     data_start = _LENGTH_BYTES + length
     entries = [_entry(path, name, fields, data_start) for name, fields in header.items()]

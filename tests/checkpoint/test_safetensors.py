@@ -44,15 +44,16 @@ def file(tmp_path: Path) -> Path:
         ),
         st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 4), max_size=4)),
         max_size=5,
-    )
+    ),
+    st.sampled_from([None, {"format": "mlx"}]),
 )
 def test_every_tensor_that_mlx_saves_is_found_byte_for_byte(
-    tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, tuple[str, list[int]]]
+    tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, tuple[str, list[int]]], metadata: dict[str, str] | None
 ) -> None:
     file = tmp_path_factory.mktemp("saved") / "model.safetensors"
     rng = np.random.default_rng(0)
     arrays = {n: mx.array(rng.integers(0, 2, shape)).astype(DTYPES[dtype]) for n, (dtype, shape) in drawn.items()}
-    mx.save_safetensors(str(file), arrays, {"format": "mlx"})
+    mx.save_safetensors(str(file), arrays, metadata)
     entries, data = read_header(file), file.read_bytes()
     assert entries.keys() == arrays.keys()
     for name, entry in entries.items():
