@@ -183,7 +183,9 @@ def _quantise(model: nn.Module, checkpoint: Checkpoint, entry_of: Any) -> None:
     """Turn the modules whose scales are stored into quantised ones, with the parameters that the stored shapes
     imply.
     """
-    config = checkpoint.config.get("quantization") or checkpoint.config.get("quantization_config") or {}
+    places = (checkpoint.config, checkpoint.config.get("text_config", {}))
+    found = (place.get(key) for place in places for key in ("quantization", "quantization_config"))
+    config = next(filter(None, found), {})
     where = checkpoint.path / "config.json"
     if not isinstance(config, dict):
         raise CheckpointError(f"{where}: 'quantization' must be an object")
