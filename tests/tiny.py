@@ -103,6 +103,13 @@ def save(file: Path, tensors: dict[str, mx.array], dtype: mx.Dtype = mx.float32)
     mx.save_safetensors(str(file), {name: array.astype(dtype) for name, array in tensors.items()}, {"format": "mlx"})
 
 
+def read(file: Path) -> dict[str, mx.array]:
+    tensors = mx.load(str(file))
+    assert isinstance(tensors, dict)
+    mx.eval(tensors)
+    return tensors
+
+
 def save_shards(path: Path, tensors: dict[str, mx.array], shards: int, dtype: mx.Dtype = mx.float32) -> None:
     """Deal the tensors out to ``shards`` files and write the index, if there are several."""
     if shards == 1:

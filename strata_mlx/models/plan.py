@@ -185,7 +185,7 @@ def _quantise(model: nn.Module, checkpoint: Checkpoint, entry_of: Any) -> None:
     """
     places = (checkpoint.config, checkpoint.config.get("text_config", {}))
     found = (place.get(key) for place in places for key in ("quantization", "quantization_config"))
-    config = next(filter(None, found), {})
+    config: Any = next(filter(None, found), {})
     where = checkpoint.path / "config.json"
     if not isinstance(config, dict):
         raise CheckpointError(f"{where}: 'quantization' must be an object")

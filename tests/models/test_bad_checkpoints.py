@@ -17,7 +17,7 @@ from strata_mlx.errors import CheckpointError
 from strata_mlx.loading import load, load_model, load_tokenizer
 from strata_mlx.models.plan import plan_model
 from tests.errors import may_refuse, refuses
-from tests.tiny import FAMILIES, make_checkpoint, save
+from tests.tiny import FAMILIES, make_checkpoint, read, save
 
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00001-of-00002.safetensors"
@@ -43,13 +43,6 @@ def quantised(one_file: Path) -> Path:
         file.unlink()
     mx.save_safetensors(str(target / "model.safetensors"), tensors)
     return target
-
-
-def read(file: Path) -> dict[str, mx.array]:
-    tensors = mx.load(str(file))
-    assert isinstance(tensors, dict)
-    mx.eval(tensors)
-    return tensors
 
 
 def change_config(folder: Path, **changes: Any) -> None:
