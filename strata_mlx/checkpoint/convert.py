@@ -51,7 +51,8 @@ class Conversion:
             raise InputError(f"{self.plan.checkpoint.path} is quantised already; dequantise it first (-d)")
         if self.dequantise and not quantised:
             raise InputError(f"{self.plan.checkpoint.path} is not quantised, so there is nothing to dequantise")
-        if self.precision:  # find a group size that does not divide before anything is written
+        if self.precision:  # find a wrong part or a group size that does not divide before anything is written
+            self.precision.check_parts(path for path in self.modules if hasattr(self.modules[path], "to_quantized"))
             for path in self.modules:
                 self.precision_of(path)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ _PARTS = {
     "mlp": "mlp",
     "fc": "fc",
 }
-PARTS = (*dict.fromkeys(_PARTS.values()), "norms")
+PARTS = tuple(dict.fromkeys(_PARTS.values()))  # norms are never quantised
 DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}  # mode: group size, bits
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUP_SIZES = (32, 64, 128)
@@ -68,7 +68,7 @@ class Precision:
     def make(cls, bits: int | None = None, group_size: int | None = None, mode: str = "affine") -> Precision:
         """A precision with the mode's defaults for what is not given."""
         default_group, default_bits = DEFAULTS.get(mode, (0, 0))
-        return cls(bits or default_bits, group_size or default_group, mode)
+        return cls(default_bits if bits is None else bits, default_group if group_size is None else group_size, mode)
 
     def config(self) -> dict[str, Any]:
         """As in the ``quantization`` object of config.json."""
@@ -109,6 +109,15 @@ class PrecisionPlan:
             )
         return precision
 
+    def check_parts(self, paths: Iterable[str]) -> None:
+        """Raise InputError for a part that none of the modules at ``paths`` belongs to, such as a misspelt one."""
+        known = {name for path in paths for name in _from_specific_to_general(part_of(path))}
+        for part in self.parts:
+            if part not in known:
+                raise InputError(
+                    f"--q-part {part}: this model has no such part to quantise; it has {', '.join(sorted(known))}"
+                )
+
 
 def _from_specific_to_general(part: str) -> list[str]:
     """``mtp.experts.down_proj`` gives itself, ``mtp.experts``, ``mtp``, ``experts.down_proj`` and ``experts``."""
@@ -119,7 +128,7 @@ def _from_specific_to_general(part: str) -> list[str]:
 
 # The router decides which experts run, and costs next to nothing: mlx_lm stores it in 8 bits too.
 ROUTER = Precision(8, 64)
-_SPEC = re.compile(r"(?P<part>[a-z_.]+)=(?:(?P<none>none)|(?P<bits>\d+)(?::(?P<group>\d+))?)")
+_SPEC = re.compile(r"(?P<part>[a-z_.]+)=(?:(?P<none>none)|(?P<bits>[0-9]{1,3})(?::(?P<group>[0-9]{1,3}))?)")
 
 
 def parse_part(text: str, mode: str = "affine", group_size: int | None = None) -> tuple[str, Precision | None]:
@@ -128,7 +137,7 @@ def parse_part(text: str, mode: str = "affine", group_size: int | None = None) -
     part = match["part"] if match else ""
     if not match or part.removeprefix("mtp.").split(".")[0] not in (*PARTS, "mtp"):
         raise InputError(
-            f"--q-part {text!r}: expected PART=BITS, PART=BITS:GROUP_SIZE or PART=none, where PART is one of "
+            f"--q-part {text!r:.80}: expected PART=BITS, PART=BITS:GROUP_SIZE or PART=none, where PART is one of "
             f"{', '.join(PARTS)}, "
             "one of their projections (experts.down_proj), or either in the MTP head (mtp.experts)"
         )
