@@ -109,7 +109,7 @@ class Conversion:
     def _build(self, parameter: str, read: TensorReader) -> mx.array:
         recipe = self.plan.recipes[parameter]
         array = recipe.build(read, self.dtype)
-        if recipe.half is None:  # the halves of a fused tensor share its data
+        if recipe.half != 0:  # the second half of a fused tensor comes right after the first and shares its data
             read.release(recipe.sources)
         return array
 
