@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MANIFEST = "conversion.json"
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_DEQUANTISED_AT_ONCE = 2**18  # weights: MLX's CPU backend needs many times their bytes meanwhile
 _DTYPE_NAMES = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 
 
@@ -121,8 +122,13 @@ class Conversion:
         kinds = [kind for kind in ("weight", "scales", "biases") if f"{path}.{kind}" in self.plan.recipes]
         weight, scales, *biases = (self._build(f"{path}.{kind}", read) for kind in kinds)
         options = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-        weight = mx.dequantize(weight, scales, biases[0] if biases else None, **options)
-        return weight.astype(self._dequantised_dtype)
+        rows = max(1, _DEQUANTISED_AT_ONCE * len(weight) * module.bits // (32 * weight.size))
+        pieces = []
+        for start in range(0, len(weight), rows):
+            w, s, *b = (array[start : start + rows] for array in (weight, scales, *biases))
+            pieces.append(mx.dequantize(w, s, b[0] if b else None, **options).astype(self._dequantised_dtype))
+            mx.eval(pieces)
+        return mx.concatenate(pieces)
 
     def config(self) -> dict[str, Any]:
         """The config.json of the result."""
