@@ -78,7 +78,8 @@ class Conversion:
     def _nbytes(self, parameter: str) -> int:
         path, _, kind = parameter.rpartition(".")
         module, entry = self.modules[path], self.plan.checkpoint.tensors[self.plan.recipes[parameter].sources[0]]
-        itemsize = self.dtype.size if self.dtype and entry.dtype in FLOATING else entry.nbytes // entry.size
+        dtype = self._dtype_of(parameter)
+        itemsize = dtype.size if dtype and entry.dtype in FLOATING else entry.nbytes // entry.size
         size = self.plan.source_bytes(parameter) * entry.size // entry.nbytes
         if self.dequantise and is_quantised(module):
             return size * 32 // module.bits * self._dequantised_dtype.size if kind == "weight" else 0
@@ -109,10 +110,15 @@ class Conversion:
 
     def _build(self, parameter: str, read: TensorReader) -> mx.array:
         recipe = self.plan.recipes[parameter]
-        array = recipe.build(read, self.dtype)
+        array = recipe.build(read, self._dtype_of(parameter))
         if recipe.half != 0:  # the second half of a fused tensor comes right after the first and shares its data
             read.release(recipe.sources)
         return array
+
+    def _dtype_of(self, parameter: str) -> mx.Dtype | None:
+        """``dtype``, except where the model asks for the type that the checkpoint has."""
+        may_cast = getattr(self.plan.model, "cast_predicate", lambda _: True)
+        return self.dtype if may_cast(parameter) else None
 
     @property
     def _dequantised_dtype(self) -> mx.Dtype:
