@@ -162,7 +162,8 @@ class Conversion:
         """What decides the result; finished files of an interrupted conversion are kept only if theirs was the same."""
         files = sorted({entry.file for entry in self.plan.checkpoint.tensors.values()})
         stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        return {"version": __version__, "source": stats, "config": self.config(), "dtype": str(self.dtype)}
+        options = {"dtype": str(self.dtype), "dequantise": self.dequantise}
+        return {"version": __version__, "source": stats, "config": self.config(), **options}
 
     def largest_layer(self) -> int:
         """Bytes of the largest layer, before or after, whichever is more: convert() stays under twice that."""
