@@ -181,9 +181,10 @@ def convert(conversion: Conversion, target: Path, progress: bool = True) -> Path
     Peak memory is under twice the largest layer. Raises InputError if ``target`` exists and Fault when the disk fails
     or is full; finished files stay in ``target.partial`` for the next try.
     """
-    if target.exists():
-        raise InputError(f"{target} exists already; remove it or choose another --mlx-path")
     staging = target.with_name(target.name + ".partial")
+    for path in (target, staging):
+        if os.path.lexists(path) and not (path == staging and _is_ours(path)):
+            raise InputError(f"{path} exists already; remove it or choose another --mlx-path")
     files = conversion.files()
     try:
         _prepare(staging, conversion.manifest())
@@ -198,6 +199,7 @@ def convert(conversion: Conversion, target: Path, progress: bool = True) -> Path
                 weight_map.update(dict.fromkeys(read_header(staging / name), name))
         _write_rest(conversion, staging, {name: file for name, file in weight_map.items() if file != MTP_FILE})
         os.replace(staging, target)
+        (target / MANIFEST).unlink()
     except OSError as error:
         raise Fault(f"{error.filename or staging}: {error.strerror}; {_resume_advice(staging)}") from error
     except RuntimeError as error:
@@ -205,15 +207,18 @@ def convert(conversion: Conversion, target: Path, progress: bool = True) -> Path
     return target
 
 
+def _is_ours(staging: Path) -> bool:
+    """Whether an interrupted conversion made this folder."""
+    return (staging / MANIFEST).is_file() or (staging.is_dir() and not any(staging.iterdir()))
+
+
 def _prepare(staging: Path, manifest: dict[str, Any]) -> None:
     """Make the staging folder, empty unless it holds part of this very conversion."""
-    text = json.dumps(manifest, indent=1, sort_keys=True)
-    file = staging / MANIFEST
-    if staging.exists() and not (file.exists() and file.read_text() == text):
+    data, file = json.dumps(manifest, indent=1, sort_keys=True).encode(), staging / MANIFEST
+    if file.exists() and file.read_bytes() != data:
         shutil.rmtree(staging)
     staging.mkdir(parents=True, exist_ok=True)
-    if not file.exists():
-        file.write_text(text)
+    file.write_bytes(data)
 
 
 def _check_space(staging: Path, needed: int) -> None:
@@ -248,7 +253,6 @@ def _write_rest(conversion: Conversion, staging: Path, weight_map: dict[str, str
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (staging / INDEX).write_text(json.dumps(index, indent=1))
     (staging / "config.json").write_text(json.dumps(conversion.config(), indent=4))
-    (staging / MANIFEST).unlink()
 
 
 def _free(staging: Path) -> str:
