@@ -19,7 +19,7 @@ import mlx.nn as nn
 from tqdm import tqdm
 
 from .._version import __version__
-from ..errors import Fault, InputError
+from ..errors import CheckpointError, Fault, InputError, in_one_line
 from .checkpoint import INDEX, MTP_FILE, TensorReader, read_json
 from .precision import Precision, PrecisionPlan
 from .safetensors import FLOATING, read_header
@@ -192,7 +192,7 @@ def convert(conversion: Conversion, target: Path, progress: bool = True) -> Path
         read, weight_map = conversion.plan.checkpoint.reader(), {}
         with tqdm(total=len(conversion.plan.recipes), unit="tensor", desc="Converting", disable=not progress) as bar:
             for name, parameters in files.items():
-                if (staging / name).exists():
+                if _is_finished(staging / name):
                     bar.update(len(parameters))
                 else:
                     _write_shard(staging / name, conversion.tensors(parameters, read), bar.update)
@@ -203,7 +203,7 @@ def convert(conversion: Conversion, target: Path, progress: bool = True) -> Path
     except OSError as error:
         raise Fault(f"{error.filename or staging}: {error.strerror}; {_resume_advice(staging)}") from error
     except RuntimeError as error:
-        raise Fault(f"{staging}: {error} ({_free(staging)} free); {_resume_advice(staging)}") from error
+        raise Fault(f"{staging}: {in_one_line(error)} ({_free(staging)} free); {_resume_advice(staging)}") from error
     return target
 
 
@@ -228,6 +228,13 @@ def _check_space(staging: Path, needed: int) -> None:
         raise Fault(
             f"{staging}: the model needs {(needed - done) / 1e9:.3f} GB, but {free / 1e9:.3f} GB are free on that disk"
         )
+
+
+def _is_finished(file: Path) -> bool:
+    try:
+        return bool(read_header(file))
+    except CheckpointError:  # missing, or cut short when the machine went down
+        return False
 
 
 def _write_shard(path: Path, tensors: Iterator[dict[str, mx.array]], advance: Callable[[], Any]) -> None:
