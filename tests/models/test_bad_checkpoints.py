@@ -330,3 +330,30 @@ def test_no_configuration_crashes_loading_or_the_first_step(
             load_tokenizer(plan.checkpoint)
     finally:
         (folder / "config.json").write_text(sound)
+
+
+@given(st.data())
+def test_no_header_crashes_loading_or_the_first_step(fuzzed: dict[str, Path], data: st.DataObject) -> None:
+    folder = fuzzed["qwen3_next"]
+    file = folder / "model.safetensors"
+    sound = file.read_bytes()
+    size = int.from_bytes(sound[:8], "little")
+    header = json.loads(sound[8 : 8 + size])
+    for name in data.draw(st.lists(st.sampled_from(sorted(header)), min_size=1, max_size=2)):
+        match data.draw(st.sampled_from(["drop", "rename", "replace", "dtype", "shape", "data_offsets"])):
+            case "drop":
+                header.pop(name, None)
+            case "rename":
+                header[data.draw(st.sampled_from([*header, "x", "mtp.x", ""]))] = header.pop(name, {})
+            case "replace":
+                header[name] = data.draw(ANYTHING)
+            case field if isinstance(header.get(name), dict):
+                sensible = st.sampled_from(["F16", "BF16", "U32", "I32", "F64", [64, 64], [4096], [0, 4], [2, 128, 16]])
+                header[name][field] = data.draw(ANYTHING | sensible)
+    raw = json.dumps(header).encode()
+    file.write_bytes(len(raw).to_bytes(8, "little") + raw + sound[8 + size :])
+    try:
+        with may_refuse(folder):
+            mx.eval(load_model(plan_model(Checkpoint.open(folder)))(mx.array([[1, 2, 3]])))
+    finally:
+        file.write_bytes(sound)
