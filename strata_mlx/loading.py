@@ -47,6 +47,8 @@ def load(
     from .models.plan import plan_model
 
     plan = plan_model(checkpoint, mtp=mtp)
+    if mtp and not plan.mtp_layers:
+        raise CheckpointError(f"{checkpoint.path}: holds no MTP head (mtp.* tensors)")
     tokenizer = load_tokenizer(checkpoint, tokenizer_config)
     model = load_model(plan, dtype)
     return apply_adapters(model, Path(adapter_path)) if adapter_path else model, tokenizer
