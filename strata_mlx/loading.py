@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
+from mlx_lm import tokenizer_utils
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .checkpoint import Checkpoint
-from .device import arrange, compute_dtype, evaluate
+from .device import arrange, compute_dtype, evaluate, on_cpu
 from .errors import CheckpointError, InputError, in_one_line
 from .hub import find_model
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-    from .models.plan import ModelPlan
+from .models.plan import ModelPlan, plan_model
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 
@@ -42,10 +42,7 @@ def load(
     Returns the model, a module that maps tokens ``[B, T]`` and a cache to logits ``[B, T, V]`` and that mlx_lm's
     functions take as well, and the tokenizer. Raises StrataError for whatever is wrong with name, files or memory.
     """
-    # mlx-lm takes most of a second to import; what is wrong with name or files is said before that.
     checkpoint = Checkpoint.open(find_model(path_or_hf_repo, revision=revision))
-    from .models.plan import plan_model
-
     plan = plan_model(checkpoint, mtp=mtp)
     if mtp and not plan.mtp_layers:
         raise CheckpointError(f"{checkpoint.path}: holds no MTP head (mtp.* tensors)")
@@ -58,6 +55,10 @@ def load_model(plan: ModelPlan, dtype: str = "auto") -> nn.Module:
     """Read the parameters of ``plan`` into its model, part by part, and return it. ``dtype`` is as in load()."""
     read, cast = plan.checkpoint.reader(), compute_dtype(dtype)
     modules = dict(plan.model.named_modules())
+    if on_cpu() and cast != mx.float32 and any(isinstance(module, SwitchLinear) for module in modules.values()):
+        raise InputError(
+            f"dtype {dtype}: MLX's CPU backend multiplies unquantised experts in float32 only; use float32"
+        )
     for part, parameters in plan.groups().items():
         weights = {
             name: arrange(modules[name.rpartition(".")[0]], plan.recipes[name].build(read, cast)) for name in parameters
@@ -91,8 +92,6 @@ def load_tokenizer(checkpoint: Checkpoint, config: dict[str, Any] | None = None)
         raise CheckpointError(
             f"{path}: no tokenizer ({', '.join(_TOKENIZER_FILES)}); download or convert the model again"
         )
-    from mlx_lm import tokenizer_utils
-
     options = {**(config or {}), "trust_remote_code": False}
     try:
         return tokenizer_utils.load(path, options, eos_token_ids=checkpoint.config.get("eos_token_id"))
