@@ -316,14 +316,15 @@ def python(code: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_killed_conversion_leaves_no_folder_that_looks_finished(folder: Path) -> None:
+@pytest.mark.parametrize("renames", [1, 3, 5])
+def test_a_killed_conversion_leaves_no_folder_that_looks_finished(folder: Path, renames: int) -> None:
     expected = contents(write(folder, "uninterrupted"))
     killed = python(
-        """
+        f"""
         original, calls = os.replace, []
         def replace(*paths):
             calls.append(paths)
-            if len(calls) == 3:
+            if len(calls) == {renames}:
                 os.kill(os.getpid(), signal.SIGKILL)
             original(*paths)
         os.replace = replace
@@ -334,7 +335,7 @@ def test_a_killed_conversion_leaves_no_folder_that_looks_finished(folder: Path) 
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not folder.with_name("converted").exists()
     done = inodes(folder.with_name("converted.partial"))
-    assert len(done) == 2
+    assert len(done) == renames - 1
     resumed = write(folder)
     assert done.items() <= inodes(resumed).items()
     assert contents(resumed) == expected
