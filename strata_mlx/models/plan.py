@@ -75,13 +75,18 @@ def plan_model(checkpoint: Checkpoint, mtp: bool = True) -> ModelPlan:
     from . import find_family  # the registry imports the adapters, which import what this module builds on
 
     family = find_family(checkpoint)
-    names = {re.sub(r"^language_model\.mtp\.", "mtp.", name): name for name in checkpoint.tensors}
+    names = {_own_name(name): name for name in checkpoint.tensors}
     mtp_layers = len({match[1] for name in names if (match := _MTP_LAYER.match(name))})
     model = _build(checkpoint, family, mtp_layers if mtp else 0)
     planner = _Planner(checkpoint, family, model, names)
     recipes = planner.recipes()
     planner.check_surplus(recipes, mtp)
     return ModelPlan(checkpoint, family, model, recipes, mtp_layers)
+
+
+def _own_name(stored: str) -> str:
+    """Some conversions of Qwen3.5 keep the head inside the language model."""
+    return re.sub(r"^language_model\.mtp\.", "mtp.", stored)
 
 
 def _build(checkpoint: Checkpoint, family: Family, mtp_layers: int) -> nn.Module:
@@ -169,10 +174,10 @@ class _Planner:
     def check_surplus(self, recipes: dict[str, Recipe], mtp: bool) -> None:
         used = {name for recipe in recipes.values() for name in recipe.sources}
         ignored = (*self.family.ignored, *(() if mtp else ("mtp.",)))
-        for name, stored in self.names.items():
+        for stored, entry in self.checkpoint.tensors.items():
+            name = _own_name(stored)
             head = self.tied and name.endswith("lm_head.weight")
             if stored not in used and not (name.startswith(ignored) or head or name.endswith("rotary_emb.inv_freq")):
-                entry = self.checkpoint.tensors[stored]
                 raise CheckpointError(
                     f"{entry.file}: tensor {stored!r} has no place in a {self.family.model_type} model of this "
                     f"configuration"

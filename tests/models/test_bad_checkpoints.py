@@ -181,6 +181,13 @@ def test_a_head_with_a_missing_tensor_is_not_taken_for_no_head(tmp_path: Path) -
     load(folder)  # the trunk is whole
 
 
+def test_a_head_that_is_stored_twice_is_not_chosen_at_random(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", mtp="separate", shards=1)
+    change_tensors(folder, lambda tensors: tensors.update({"language_model.mtp.fc.weight": mx.zeros((64, 128))}))
+    with refuses(CheckpointError, folder, "mtp.fc.weight", "has no place"):
+        load(folder, mtp=True)
+
+
 def test_qwen3_moe_has_no_mtp_head(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "qwen3_moe", shards=1)
     change_tensors(folder, lambda tensors: tensors.update({"mtp.layers.0.norm.weight": mx.zeros(64)}))

@@ -81,6 +81,16 @@ def test_other_weights_give_other_logits(tmp_path: Path, family: str) -> None:
     assert not close(logits(ours(one)), logits(ours(two)))
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "qwen3_moe"])
+def test_an_output_head_that_is_stored_although_it_is_tied_is_not_used(tmp_path: Path, family: str) -> None:
+    folder = make_checkpoint(tmp_path / "model", family, shards=1, tie_word_embeddings=True)
+    expected, file = logits(ours(folder)), folder / "model.safetensors"
+    tensors = read(file) | {"lm_head.weight": mx.zeros((259, 64))}
+    file.unlink()
+    save_shards(folder, tensors, shards=1)
+    assert np.array_equal(logits(ours(folder)), expected)
+
+
 def test_text_models_without_the_vision_prefix_load(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "qwen3_5_moe", "fused", shards=1)
     tensors = read(folder / "model.safetensors")
