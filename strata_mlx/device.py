@@ -48,9 +48,12 @@ def arrange(module: nn.Module, parameter: mx.array) -> mx.array:
     return parameter
 
 
-def evaluate(arrays: Any, doing: str) -> None:
-    """Compute ``arrays``; raises Fault, saying what was being done, when memory or a file gives out."""
+def evaluate(arrays: Any, doing: str, *, wait: bool = True) -> None:
+    """Compute ``arrays``, or have them computed while the caller goes on if ``wait`` is false.
+
+    Raises Fault, saying what was being done, when memory or a file gives out.
+    """
     try:
-        mx.eval(arrays)
+        (mx.eval if wait else mx.async_eval)(arrays)
     except (RuntimeError, MemoryError) as error:
         raise Fault(f"{doing}: {error}") from error

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.generate import maybe_quantize_kv_cache, wired_limit
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -92,7 +93,7 @@ def generate_step(
     sampler = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
     seen = prompt[:0]
 
-    def step(tokens: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    def step(tokens: mx.array, number: int) -> tuple[mx.array, mx.array, mx.array]:
         nonlocal seen
         logits = model(tokens[None], cache=cache)[:, -1, :]
         if logits_processors:
@@ -100,32 +101,31 @@ def generate_step(
             for process in logits_processors:
                 logits = process(seen, logits)
         quantise()
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        # Dividing by the sum of exponentials makes all of them NaN where one logit is NaN or +inf. Part of the step: an
-        # operation built later would wait for the next step, which the device has begun by then.
-        broken = mx.isnan(logprobs[0, 0])
-        return sampler(logprobs), logprobs.squeeze(0), broken
+        total = mx.logsumexp(logits, axis=-1, keepdims=True)
+        logprobs = logits - total
+        result = sampler(logprobs), logprobs.squeeze(0), total
+        evaluate(result, f"computing token {number}", wait=False)
+        return result
 
     _check_tokens(prompt, model)
     _prefill(prompt[:-1], model, cache, quantise, prefill_step_size, prompt_progress_callback)
     seen = prompt[:-1]
-    current = step(prompt[-1:])
-    mx.async_eval(*current)
+    token, logprobs, total = step(prompt[-1:], 1)
     count = 0
     while count != max_tokens:
         count += 1
-        token, logprobs, broken = current
-        if count != max_tokens:
-            current = step(token)
-            mx.async_eval(*current)
-        evaluate((token, logprobs, broken), f"computing token {count}")
-        if broken.item():
+        following = step(token, count + 1) if count != max_tokens else None
+        evaluate((token, logprobs, total), f"computing token {count}")
+        # The sum of exponentials is not finite where one logit is NaN or +inf, or all are -inf.
+        if not np.isfinite(total.item()):
             raise Fault(
                 f"the model's logits for token {count} are not finite: its weights are broken or overflow their type"
             )
         yield _int(token), logprobs
         if count % 256 == 0:
             mx.clear_cache()
+        if following:
+            token, logprobs, total = following
 
 
 def prefill(
