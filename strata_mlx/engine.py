@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import maybe_quantize_kv_cache, wired_limit
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .checkpoint.precision import AFFINE_BITS, AFFINE_GROUP_SIZES
@@ -82,6 +82,7 @@ def generate_step(
 
     prompt: token ids ``[N]``, at least one. max_tokens: how many to yield; -1 for no end. prompt_cache: continued in
     place; afterwards it holds the prompt and the tokens, save the last one where max_tokens was reached.
+    prompt_progress_callback: called with the tokens read so far and those of the whole prompt.
     The device works on the next token while the caller has the last one.
 
     Raises InputError for arguments out of range and Fault where the logits are not finite.
@@ -89,9 +90,11 @@ def generate_step(
     if max_tokens < -1:
         raise InputError(f"max_tokens is {max_tokens}; use a positive number, or -1 for no limit")
     cache = make_cache(model, max_kv_size) if prompt_cache is None else prompt_cache
+    report = prompt_progress_callback or _ignore
     quantise = _kv_quantiser(cache, model, kv_bits, kv_group_size, quantized_kv_start)
     sampler = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
-    seen = prompt[:0]
+    _check_tokens(prompt, model)
+    seen = prompt[:-1]
 
     def step(tokens: mx.array, number: int) -> tuple[mx.array, mx.array, mx.array]:
         nonlocal seen
@@ -107,9 +110,7 @@ def generate_step(
         evaluate(result, f"computing token {number}", wait=False)
         return result
 
-    _check_tokens(prompt, model)
-    _prefill(prompt[:-1], model, cache, quantise, prefill_step_size, prompt_progress_callback)
-    seen = prompt[:-1]
+    _prefill(prompt[:-1], model, cache, quantise, prefill_step_size, report, prompt.size)
     token, logprobs, total = step(prompt[-1:], 1)
     count = 0
     while count != max_tokens:
@@ -121,6 +122,8 @@ def generate_step(
             raise Fault(
                 f"the model's logits for token {count} are not finite: its weights are broken or overflow their type"
             )
+        if count == 1:
+            report(prompt.size, prompt.size)
         yield _int(token), logprobs
         if count % 256 == 0:
             mx.clear_cache()
@@ -144,7 +147,7 @@ def prefill(
     """
     _check_tokens(prompt, model)
     quantise = _kv_quantiser(cache, model, kv_bits, kv_group_size, quantized_kv_start)
-    _prefill(prompt, model, cache, quantise, prefill_step_size, prompt_progress_callback)
+    _prefill(prompt, model, cache, quantise, prefill_step_size, prompt_progress_callback or _ignore, prompt.size)
 
 
 def stream_generate(
@@ -220,7 +223,16 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) 
     if isinstance(prompt, str):
         add = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=add)
-    return prompt if isinstance(prompt, mx.array) else mx.array(list(prompt), dtype=None if len(prompt) else mx.int32)
+    if isinstance(prompt, mx.array):
+        return prompt
+    try:
+        return mx.array(list(prompt), dtype=None if len(prompt) else mx.int32)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InputError(f"the prompt is neither text nor a sequence of token ids: {error}") from error
+
+
+def _ignore(*_: int) -> None:
+    pass
 
 
 def _int(array: mx.array) -> int:
@@ -235,19 +247,19 @@ def _prefill(
     cache: list[Any],
     quantise: Callable[[], None],
     step_size: int,
-    report: Callable[[int, int], None] | None,
+    report: Callable[[int, int], None],
+    total: int,
 ) -> None:
-    """Bring ``tokens`` into the cache, ``step_size`` at a time."""
+    """Bring ``tokens`` into the cache, ``step_size`` at a time, and report progress towards ``total`` tokens."""
     if step_size < 1:
         raise InputError(f"prefill_step_size is {step_size}, which must be at least 1")
-    report = report or (lambda *_: None)
-    report(0, tokens.size)
+    report(0, total)
     for start in range(0, tokens.size, step_size):
         chunk = tokens[start : start + step_size]
         model(chunk[None], cache=cache)
         quantise()
         evaluate([layer.state for layer in cache], f"reading tokens {start} to {start + chunk.size} of the prompt")
-        report(start + chunk.size, tokens.size)
+        report(start + chunk.size, total)
         mx.clear_cache()
 
 
@@ -268,13 +280,20 @@ def _kv_quantiser(
     cache: list[Any], model: nn.Module, bits: int | None, group_size: int, start: int
 ) -> Callable[[], None]:
     """What quantises the attention caches in place once they hold ``start`` tokens; nothing if ``bits`` is None."""
+    if bits is None:
+        return lambda: None
     head_dim = text_args(model).head_dim
-    if bits is not None and (bits not in AFFINE_BITS or group_size not in AFFINE_GROUP_SIZES or head_dim % group_size):
+    if bits not in AFFINE_BITS or group_size not in AFFINE_GROUP_SIZES or head_dim % group_size:
         raise InputError(
             f"a KV cache of {bits} bits in groups of {group_size} is not possible: bits must be one of {AFFINE_BITS}, "
-            f"and the "
-            f"group size one of {AFFINE_GROUP_SIZES} that divides the head dimension {head_dim}"
+            f"and the group size one of {AFFINE_GROUP_SIZES} that divides the head dimension {head_dim}"
         )
-    if bits is not None and any(isinstance(layer, RotatingKVCache) for layer in cache):
-        raise InputError("a cache of limited size cannot be quantised; give max_kv_size or kv_bits, not both")
+    for layer in cache:
+        if isinstance(layer, RotatingKVCache):
+            raise InputError("a cache of limited size cannot be quantised; give max_kv_size or kv_bits, not both")
+        if isinstance(layer, QuantizedKVCache) and (layer.bits, layer.group_size) != (bits, group_size):
+            raise InputError(
+                f"the cache has {layer.bits} bits in groups of {layer.group_size}; ask for the same or for none, not "
+                f"for {bits} in groups of {group_size}"
+            )
     return functools.partial(maybe_quantize_kv_cache, cache, start, group_size, bits)
