@@ -7,8 +7,10 @@ Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -68,9 +70,11 @@ def _run(name: str, argv: Sequence[str], prog: str) -> NoReturn:
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     args = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an unknown character is no reason to stop
+        sys.stdout.reconfigure(errors="replace")
     try:
         code = command.run(args)
-        sys.stdout.flush()
+        print(end="", flush=True)
     except StrataError as error:
         if args.debug:
             raise
@@ -80,14 +84,10 @@ def _run(name: str, argv: Sequence[str], prog: str) -> NoReturn:
     except BrokenPipeError:  # the reader has gone: nothing is left to say, at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except ImportError as error:
-        if args.debug or not (error.name or "").startswith("mlx"):
-            raise
-        sys.exit(_fail(f"MLX has no backend here ({error}); install strata-mlx[cpu], [cuda12] or [cuda13]", 1))
     except Exception as error:
         if args.debug:
             raise
-        sys.exit(_fail(f"internal error: {type(error).__name__}: {error}; run again with --debug for details", 1))
+        sys.exit(_fail(_explain(error), 1))
     sys.exit(code)
 
 
@@ -97,8 +97,16 @@ def started() -> None:
     gc.enable()
 
 
+def _explain(error: Exception) -> str:
+    if isinstance(error, ImportError) and (error.name or "").startswith("mlx"):
+        return f"MLX has no backend here ({error}); install strata-mlx[cpu], [cuda12] or [cuda13]"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return f"the output cannot be written: {error.strerror}"
+    return f"internal error: {type(error).__name__}: {error}; run again with --debug for details"
+
+
 def _fail(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {' '.join(message.splitlines())}", file=sys.stderr)
     return code
 
 
@@ -106,5 +114,5 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
     """Shows defaults, except where there is none to speak of, and keeps the description's lines."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        silent = action.default in (None, False, ()) or action.default is argparse.SUPPRESS
+        silent = action.default is None or action.default is False or action.default in ((), [], argparse.SUPPRESS)
         return action.help if silent else super()._get_help_string(action)
