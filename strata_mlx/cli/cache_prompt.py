@@ -7,17 +7,19 @@ strata_mlx generate --prompt-cache-file manual.safetensors --prompt "Where is th
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from . import started
-from .options import add_kv_cache, add_model, number
+from .options import add_kv_cache, add_model, number, read_prompt, utf8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--prompt", "-p", required=True, help="what to read; '-' reads it from standard input")
-    parser.add_argument("--prompt-cache-file", required=True, help="file to write")
+    parser.add_argument("--adapter-path", help="folder of trained LoRA adapters")
+    parser.add_argument(
+        "--prompt", "-p", type=utf8, required=True, help="what to read; '-' reads it from standard input"
+    )
+    parser.add_argument("--prompt-cache-file", required=True, help="file to write, named *.safetensors")
     parser.add_argument(
         "--prefill-step-size",
         type=number(int, 1),
@@ -28,18 +30,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    text = read_prompt(args.prompt)
 
     from ..engine import encode, make_cache, prefill
     from ..loading import load
-    from ..prompt_cache import save_prompt_cache
-    from .generate import prompt_progress
+    from ..prompt_cache import check_destination, save_prompt_cache
+    from .generate import prompt_progress, render_chat
 
-    model, tokenizer = load(args.model, revision=args.revision)
+    check_destination(Path(args.prompt_cache_file))
+    model, tokenizer = load(args.model, revision=args.revision, adapter_path=args.adapter_path)
     cache = make_cache(model, args.max_kv_size)
     if tokenizer.has_chat_template:
         messages = [{"role": "user", "content": text}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=False, continue_final_message=True)
+        prompt = tokenizer.encode(render_chat(tokenizer, messages, True, {}), add_special_tokens=False)
     else:
         prompt = tokenizer.encode(text)
     tokens = encode(tokenizer, prompt)

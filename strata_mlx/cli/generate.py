@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from . import started
-from .options import NotHere, add_kv_cache, add_model, boolean, number
+from .options import NotHere, add_kv_cache, add_model, boolean, number, read_prompt, utf8
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -26,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--adapter-path", help="folder of trained LoRA adapters")
     parser.add_argument(
-        "--prompt", "-p", default="hello", help="what to continue or answer; '-' reads it from standard input"
+        "--prompt",
+        "-p",
+        type=utf8,
+        default="hello",
+        help="what to continue or answer; '-' reads it from standard input",
     )
     parser.add_argument(
         "--max-tokens",
@@ -68,15 +72,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--extra-eos-token", nargs="+", default=(), help="tokens that end the text too")
-    parser.add_argument("--system-prompt", help="system message, if the model has a chat template")
-    parser.add_argument("--prefill-response", help="beginning of the answer, if the model has a chat template")
+    parser.add_argument("--system-prompt", type=utf8, help="system message, if the model has a chat template")
+    parser.add_argument(
+        "--prefill-response", type=utf8, help="beginning of the answer, if the model has a chat template"
+    )
     parser.add_argument("--ignore-chat-template", action="store_true", help="give the model the prompt as it is")
     parser.add_argument("--chat-template-config", help="more options for the chat template, as a JSON object")
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--temp", type=number(float, 0), default=0.0, help="temperature; 0 always takes the likeliest token"
+        "--temp",
+        type=number(float, 1e-6, 10**6, also=(0,)),
+        default=0.0,
+        help="temperature; 0 always takes the likeliest token",
     )
     parser.add_argument(
         "--top-p",
@@ -107,7 +116,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     template_config = _template_config(args.chat_template_config)
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    text = read_prompt(args.prompt.replace("\\n", "\n").replace("\\t", "\t"))
 
     import mlx.core as mx
 
@@ -118,13 +127,15 @@ def run(args: argparse.Namespace) -> int:
     if args.seed is not None:
         mx.random.seed(args.seed)
     saved = None
-    if args.prompt_cache_file:
+    if args.prompt_cache_file is not None:
+        if args.max_kv_size is not None:
+            raise InputError("--max-kv-size is for cache_prompt: the cache in --prompt-cache-file has its size already")
         saved, args.model = load_prompt_cache(Path(args.prompt_cache_file), args.model)
     model, tokenizer = load(args.model, revision=args.revision, dtype=args.dtype, adapter_path=args.adapter_path)
     for token in args.extra_eos_token:
         _add_eos(tokenizer, token)
     cache = make_cache(model, args.max_kv_size)
-    if saved:
+    if saved is not None:
         check_fits(Path(args.prompt_cache_file), saved, model, cache)
         cache = saved
     prompt = _encode(tokenizer, text, args, template_config)
@@ -170,17 +181,15 @@ def _print(responses: Any, args: argparse.Namespace) -> int:
 
 
 def _record(text: str, last: GenerationResponse | None, interrupted: bool) -> dict[str, Any]:
-    reason = "interrupted" if interrupted else last.finish_reason if last else None
-    if last is None:
-        return {"text": text, "generation_tokens": 0, "finish_reason": reason}
+    """What --json prints; what is not known before the first token is None."""
     return {
         "text": text,
-        "prompt_tokens": last.prompt_tokens,
-        "prompt_tps": last.prompt_tps,
-        "generation_tokens": last.generation_tokens,
-        "generation_tps": last.generation_tps,
-        "peak_memory_gb": last.peak_memory,
-        "finish_reason": reason,
+        "prompt_tokens": last and last.prompt_tokens,
+        "prompt_tps": last and last.prompt_tps,
+        "generation_tokens": last.generation_tokens if last else 0,
+        "generation_tps": last and last.generation_tps,
+        "peak_memory_gb": last and last.peak_memory,
+        "finish_reason": "interrupted" if interrupted else last and last.finish_reason,
     }
 
 
@@ -206,10 +215,11 @@ def _template_config(text: str | None) -> dict[str, Any]:
 
 
 def _add_eos(tokenizer: TokenizerWrapper, token: str) -> None:
-    try:
-        tokenizer.add_eos_token(token)
-    except ValueError as error:
-        raise InputError(f"--extra-eos-token {token!r} is not one of the model's tokens") from error
+    """As in mlx_lm, ``token`` is a token or the number of one."""
+    vocabulary = tokenizer.get_vocab()
+    if token not in vocabulary and token not in map(str, vocabulary.values()):
+        raise InputError(f"--extra-eos-token {token!r} is not one of the model's tokens")
+    tokenizer.add_eos_token(token)
 
 
 def _encode(
@@ -220,30 +230,43 @@ def _encode(
     After a saved prompt, only what the template puts from the new message on belongs to the prompt.
     """
     if args.ignore_chat_template or not tokenizer.has_chat_template:
-        return list(tokenizer.encode(text, add_special_tokens=True))
+        return list(tokenizer.encode(text, add_special_tokens=args.prompt_cache_file is None))
     messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []
     messages.append({"role": "user", "content": text})
     prefill = args.prefill_response is not None
     if prefill:
         messages.append({"role": "assistant", "content": args.prefill_response})
 
-    def render(conversation: list[dict[str, str]]) -> str:
-        rendered = tokenizer.apply_chat_template(
-            conversation,
-            tokenize=False,
-            continue_final_message=prefill,
-            add_generation_prompt=not prefill,
-            **template_config,
-        )
-        return str(rendered)
-
-    prompt = render(messages)
-    if args.prompt_cache_file:
+    prompt = render_chat(tokenizer, messages, prefill, template_config)
+    if args.prompt_cache_file is not None:
         marker = "<query>"
         user = len(messages) - (2 if prefill else 1)
         marked = [*messages[:user], {**messages[user], "content": marker}, *messages[user + 1 :]]
-        prompt = prompt[render(marked).index(marker) :]
+        rendered = render_chat(tokenizer, marked, prefill, template_config)
+        if marker not in rendered:
+            raise InputError("the model's chat template changes the prompt; use --ignore-chat-template")
+        prompt = prompt[rendered.index(marker) :]
     return list(tokenizer.encode(prompt, add_special_tokens=False))
+
+
+def render_chat(
+    tokenizer: TokenizerWrapper, messages: list[dict[str, str]], unfinished: bool, options: dict[str, Any]
+) -> str:
+    """The conversation as text: ``unfinished`` leaves the last message open, else an answer begins after it.
+
+    Raises InputError where the model's chat template refuses the messages or the options.
+    """
+    try:
+        rendered = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            continue_final_message=unfinished,
+            add_generation_prompt=not unfinished,
+            **options,
+        )
+    except Exception as error:  # a template is a program, which raises all kinds
+        raise InputError(f"the model's chat template cannot render this: {error}") from error
+    return str(rendered)
 
 
 def _sampler(args: argparse.Namespace, tokenizer: TokenizerWrapper, model: Any) -> Any:

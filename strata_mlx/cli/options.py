@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
+
+from ..errors import InputError
 
 
 def number(
@@ -23,7 +26,7 @@ def number(
             name = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"expected {name}, not {text!r}") from None
         below, above = low is not None and value < low, high is not None and value > high
-        if value not in also and (not math.isfinite(value) or below or above):
+        if value not in also and (not -math.inf < value < math.inf or below or above):
             bounds = (
                 f"from {low} to {high}"
                 if high is not None
@@ -46,6 +49,27 @@ def boolean(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"expected True or False, not {text!r}")
 
 
+def utf8(text: str) -> str:
+    """An argparse type: text. Bytes of the command line that are not UTF-8 are not text."""
+    try:
+        text.encode()
+    except UnicodeError:
+        raise argparse.ArgumentTypeError("expected text in UTF-8") from None
+    return text
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt itself, or standard input for ``-``. Raises InputError if that is not UTF-8."""
+    if prompt != "-":
+        return prompt
+    if sys.stdin is None:
+        raise InputError("standard input is closed, so '-' has no prompt to read")
+    try:
+        return utf8(sys.stdin.read())
+    except (UnicodeError, argparse.ArgumentTypeError) as error:
+        raise InputError("standard input is not text in UTF-8") from error
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
@@ -55,14 +79,22 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_kv_cache(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    # A cache of limited size cannot be quantised.
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
         "--max-kv-size",
-        type=number(int, 5),
+        type=number(int, 5, 2**31 - 1),
         help="keep at most this many tokens in attention caches: the first 4 and the latest",
     )
-    parser.add_argument("--kv-bits", type=number(int, 2, 8), help="quantise the KV cache to this many bits")
+    kind.add_argument(
+        "--kv-bits", type=number(int), choices=(2, 3, 4, 5, 6, 8), help="quantise the KV cache to this many bits"
+    )
     parser.add_argument(
-        "--kv-group-size", type=number(int, 32, 128), default=64, help="group size of the quantised KV cache"
+        "--kv-group-size",
+        type=number(int),
+        choices=(32, 64, 128),
+        default=64,
+        help="group size of the quantised KV cache",
     )
     parser.add_argument(
         "--quantized-kv-start",
