@@ -220,13 +220,12 @@ def summary(response: GenerationResponse) -> str:
 
 def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) -> mx.array:
     """Token ids ``[N]`` of a prompt; a string that begins with the beginning-of-sequence token does not get another."""
+    ids: Any = prompt
     if isinstance(prompt, str):
         add = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        prompt = tokenizer.encode(prompt, add_special_tokens=add)
-    if isinstance(prompt, mx.array):
-        return prompt
+        ids = tokenizer.encode(prompt, add_special_tokens=add)
     try:
-        return mx.array(list(prompt), dtype=None if len(prompt) else mx.int32)
+        return mx.array(ids, dtype=None if len(ids) else mx.int32)
     except (ValueError, TypeError, RuntimeError) as error:
         raise InputError(f"the prompt is neither text nor a sequence of token ids: {error}") from error
 
