@@ -254,7 +254,7 @@ def _prefill(
         raise InputError(f"prefill_step_size is {step_size}, which must be at least 1")
     report(0, total)
     for start in range(0, tokens.size, step_size):
-        chunk = tokens[start : start + step_size]
+        chunk = tokens[start : min(start + step_size, tokens.size)]
         model(chunk[None], cache=cache)
         quantise()
         evaluate([layer.state for layer in cache], f"reading tokens {start} to {start + chunk.size} of the prompt")

@@ -204,7 +204,7 @@ def _describe(args: argparse.Namespace, model: Any) -> str:
 
 def _template_config(text: str | None) -> dict[str, Any]:
     try:
-        value = json.loads(text or "{}")
+        value = json.loads("{}" if text is None else text)
     except ValueError as error:
         raise InputError(f"--chat-template-config is not valid JSON: {error}") from None
     if not isinstance(value, dict):
