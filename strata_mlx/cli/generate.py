@@ -128,8 +128,9 @@ def run(args: argparse.Namespace) -> int:
         mx.random.seed(args.seed)
     saved = None
     if args.prompt_cache_file is not None:
-        if args.max_kv_size is not None:
-            raise InputError("--max-kv-size is for cache_prompt: the cache in --prompt-cache-file has its size already")
+        for option, value in {"--max-kv-size": args.max_kv_size, "--system-prompt": args.system_prompt}.items():
+            if value is not None:
+                raise InputError(f"{option} comes too late for the saved state in --prompt-cache-file; leave it out")
         saved, args.model = load_prompt_cache(Path(args.prompt_cache_file), args.model)
     model, tokenizer = load(args.model, revision=args.revision, dtype=args.dtype, adapter_path=args.adapter_path)
     for token in args.extra_eos_token:

@@ -184,9 +184,10 @@ def test_generate_refuses_cache_options_that_a_saved_cache_has_settled(run: Run,
     options = ["--kv-group-size", "32", "--quantized-kv-start", "0"]
     saved = run("cache_prompt", "--model", tiny, "-p", "x", "--prompt-cache-file", file, "--kv-bits", "8", *options)
     assert saved.code == 0
-    ended = run("generate", "--prompt-cache-file", file, "--max-kv-size", "8")
-    assert ended.code == 2
-    assert "--max-kv-size" in ended.error
+    for option, value in {"--max-kv-size": "8", "--system-prompt": "Be brief."}.items():
+        ended = run("generate", "--prompt-cache-file", file, option, value)
+        assert ended.code == 2
+        assert option in ended.error
     ended = run("generate", "--prompt-cache-file", file, "--kv-bits", "4", *options)
     assert ended.code == 2
     assert "8 bits in groups of 32" in ended.error
