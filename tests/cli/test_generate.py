@@ -352,6 +352,19 @@ def test_what_this_model_cannot_do_is_refused_in_one_line(options: list[str], sa
     assert says in ended.error
 
 
+def test_a_type_that_the_cpu_cannot_compute_experts_in_is_refused(
+    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strata_mlx.loading.on_cpu", lambda: True)
+    for dtype in ("float16", "bfloat16"):
+        ended = run("generate", "--model", tiny, "--dtype", dtype)
+        assert (ended.code, ended.out) == (2, "")
+        assert dtype in ended.error
+    model = tmp_path / "q"
+    assert run("convert", "--model", tiny, "--mlx-path", model, "-q", "--q-group-size", "32", "--json").code == 0
+    assert "bfloat16" in run("generate", "--model", model, "--dtype", "bfloat16", "-m", "2").out
+
+
 def test_a_bounded_cache_works_on_a_hybrid_model(text: Text) -> None:
     assert text("--max-kv-size", "5") != text() == text("--max-kv-size", "500")
 
