@@ -103,6 +103,25 @@ def test_the_summary_is_mlx_lms_and_the_text_alone_comes_without_it(
     assert ours.out.splitlines()[0].startswith(f"Model: {tiny} (qwen3_next), computing in ")
 
 
+def test_each_segment_is_written_before_the_next_token_is_waited_for(
+    run: Run, endless: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw, stream, written = io.BytesIO(), engine.stream_generate, []
+
+    def watching(*args: Any, **options: Any) -> Iterator[engine.GenerationResponse]:
+        text = ""
+        for response in stream(*args, **options):
+            text += response.text
+            yield response
+            written.append(raw.getvalue().decode() == text)
+
+    monkeypatch.setattr(engine, "stream_generate", watching)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="utf-8"))
+    arguments = ("--model", endless, "-p", "abc", "-m", "8", "--ignore-chat-template", "--verbose", "False")
+    assert run("generate", *arguments).code == 0
+    assert written == [True] * 8
+
+
 def mlx_lm_main() -> None:
     importlib.import_module("mlx_lm.generate").main()
 
