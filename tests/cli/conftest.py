@@ -47,13 +47,13 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A qwen3_next with chat template and MTP head, in the MLX layout."""
     return make_checkpoint(tmp_path_factory.mktemp("cli") / "tiny", "qwen3_next", "stacked", mtp="stacked")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that cannot predict any special token, so that its text has no end."""
     path = tmp_path_factory.mktemp("cli") / "endless"
