@@ -36,7 +36,7 @@ from strata_mlx.checkpoint import Checkpoint
 from strata_mlx.checkpoint.convert import Conversion, convert
 from strata_mlx.device import DTYPES
 from strata_mlx.engine import generate_step
-from strata_mlx.errors import Fault
+from strata_mlx.errors import StrataError
 from strata_mlx.hub import EMBEDDED
 from strata_mlx.models.plan import plan_model
 
@@ -130,12 +130,12 @@ def compute_types(models: dict[str, Path], prompt: list[int], tokens: int) -> li
     rows = []
     for weights, path in models.items():
         for dtype in DTYPES:
-            model, _ = load(path, dtype=dtype)
             try:
+                model, _ = load(path, dtype=dtype)
                 decode_speed(generate_step, model, prompt, tokens)
                 speed: float | str = decode_speed(generate_step, model, prompt, tokens)
-            except (Fault, RuntimeError) as error:
-                speed = str(error).rpartition(": ")[2]
+            except StrataError as error:
+                speed = str(error)
             rows.append({"weights": weights, "compute": dtype, "tokens_per_s": speed})
     return rows
 

@@ -46,25 +46,32 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     _run(chosen.command, [*rest, *arguments[1:]], f"strata_mlx {chosen.command}")
 
 
-def generate() -> NoReturn:
+def run_generate() -> NoReturn:
     _run("generate", sys.argv[1:], "strata_mlx.generate")
 
 
-def convert() -> NoReturn:
+def run_convert() -> NoReturn:
     _run("convert", sys.argv[1:], "strata_mlx.convert")
 
 
-def inspect() -> NoReturn:
+def run_inspect() -> NoReturn:
     _run("inspect", sys.argv[1:], "strata_mlx.inspect")
 
 
-def cache_prompt() -> NoReturn:
+def run_cache_prompt() -> NoReturn:
     _run("cache_prompt", sys.argv[1:], "strata_mlx.cache_prompt")
 
 
 def _run(name: str, argv: Sequence[str], prog: str) -> NoReturn:
     # Start-up makes objects that stay, and walking them again and again takes a tenth of its time.
     gc.disable()
+    try:
+        _run_command(name, argv, prog)
+    finally:
+        gc.enable()
+
+
+def _run_command(name: str, argv: Sequence[str], prog: str) -> NoReturn:
     command = importlib.import_module(f".{name}", __name__)
     parser = argparse.ArgumentParser(prog=prog, description=command.__doc__, formatter_class=_HelpFormatter)
     command.add_arguments(parser)
