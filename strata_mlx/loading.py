@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from .errors import CheckpointError, InputError, in_one_line
 from .hub import find_model
 from .models.plan import ModelPlan, plan_model
 
+_LARGE_MODEL = 1 << 30
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 
 
@@ -46,9 +48,12 @@ def load(
     plan = plan_model(checkpoint, mtp=mtp)
     if mtp and not plan.mtp_layers:
         raise CheckpointError(f"{checkpoint.path}: holds no MTP head (mtp.* tensors)")
-    tokenizer = load_tokenizer(checkpoint, tokenizer_config)
-    model = load_model(plan, dtype)
-    return apply_adapters(model, Path(adapter_path)) if adapter_path else model, tokenizer
+    with ThreadPoolExecutor(max_workers=1) as pool:  # reading weights leaves the interpreter free
+        tokenizer = pool.submit(load_tokenizer, checkpoint, tokenizer_config)
+        if sum(map(plan.source_bytes, plan.recipes)) > _LARGE_MODEL:
+            tokenizer.result()  # gigabytes are not read for nothing
+        model = load_model(plan, dtype)
+    return apply_adapters(model, Path(adapter_path)) if adapter_path else model, tokenizer.result()
 
 
 def load_model(plan: ModelPlan, dtype: str = "auto") -> nn.Module:
