@@ -53,7 +53,7 @@ class RoutingPolicy:
 
     Kernels hold float32, so float32 decides: ``b``, ``b*b``, ``r`` and ``b/r`` must be finite there, which is
     stricter than in float64, and the inverse of every factor above 1 must be a normal number, since GPUs
-    flush subnormal ones to zero and a weight would vanish. So ``moce_bonus`` ends at 43.66 and ``r1_bonus`` at
+    flush subnormal ones to zero and a weight would vanish. So ``moce_bonus`` ends at 43.66, ``r1_bonus`` at
     87.33.
 
     Raises:
