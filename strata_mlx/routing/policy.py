@@ -10,12 +10,15 @@ Four kinds share one dataclass:
     ``strata_mlx.routing.additive``. ``protect`` is the paper's J.
 """
 
+import argparse
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as dataclass_fields
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -153,12 +156,93 @@ class RoutingPolicy:
             )
         return cls(**values)
 
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> "RoutingPolicy":
+        """The policy of kind "moce" that the ``STRATA_METAL_*`` variables describe.
+
+        Raises:
+            InputError: a value that is malformed or refused; the message names the variable.
+        """
+        environ = os.environ if environ is None else environ
+        values = {}
+        for variable, (name, parse) in _VARIABLES.items():
+            if variable in environ:
+                try:
+                    values[name] = parse(environ[variable])
+                    cls(**{name: values[name]})
+                except ValueError as error:
+                    raise InputError(f"{variable}={environ[variable]!r}: {error}") from None
+        try:
+            return cls(**values)
+        except InputError as error:  # each is fine, together they are not
+            raise InputError(f"{', '.join(v for v in _VARIABLES if v in environ)}: {error}") from None
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Adds the flags that ``from_args`` reads."""
+        group = parser.add_argument_group("routing", "prefer experts that are in memory")
+        group.add_argument("--moce-bonus", type=float, help="log bonus of resident experts (0: off)")
+        group.add_argument(
+            "--r1-bonus", type=float, help="log bonus of residents in ranks 1..protect-1 (0: off)"
+        )
+        group.add_argument("--protect", type=int, help="leading ranks that the full bonus may not touch")
+        group.add_argument(
+            "--draft-moce", action=argparse.BooleanOptionalAction, help="double it on draft rows"
+        )
+        group.add_argument(
+            "--route-policy",
+            metavar="POLICY",
+            help='a JSON file, JSON text, or "moce"; replaces the environment',
+        )
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace, environ: Mapping[str, str] | None = None) -> "RoutingPolicy":
+        """The policy of a command line: flags over ``--route-policy``, or over the environment.
+
+        Raises:
+            InputError: as ``from_env`` and ``from_json``, or a policy file that cannot be read.
+        """
+        base = cls.from_env(environ) if args.route_policy is None else _named_policy(args.route_policy)
+        flags = ("moce_bonus", "r1_bonus", "protect", "draft_moce")
+        given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
+        return replace(base, **given)
+
     def __str__(self) -> str:
         settings = ", ".join(f"{k} {v}" for k, v in json.loads(self.to_json()).items() if k != "kind")
         return f"{self.kind} ({settings})" if self.active else "exact (no residency bonus)"
 
 
 _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in dataclass_fields(RoutingPolicy)}
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in ("0", "1", "false", "true", "off", "on", "no", "yes"):
+        raise ValueError("expected 0 or 1")
+    return text.lower() in ("1", "true", "on", "yes")
+
+
+_VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "STRATA_METAL_MOCE_BONUS": ("moce_bonus", float),
+    "STRATA_METAL_R1_BONUS": ("r1_bonus", float),
+    "STRATA_METAL_MOCE_PROTECT": ("protect", int),
+    "STRATA_METAL_DRAFT_MOCE": ("draft_moce", _switch),
+}
+
+
+def _named_policy(text: str) -> RoutingPolicy:
+    """What ``--route-policy`` means: JSON text, a kind that needs no parameter, or else a file."""
+    if text.lstrip().startswith("{"):
+        return RoutingPolicy.from_json(text)
+    if text == "moce":
+        return RoutingPolicy()
+    if text in KINDS:
+        raise InputError(
+            f'--route-policy {text}: does nothing alone; give JSON, as {{"kind": "{text}", ...}}'
+        )
+    try:
+        return RoutingPolicy.from_json(Path(text).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--route-policy {text}: not a policy file, JSON or a kind ({error})") from None
 
 
 def _factors(m: np.float32, r: np.float32, protect: int, top_k: int) -> NDArray[np.float32]:

@@ -1,176 +1,136 @@
-"""Expert selection with the weights recovered, as MLX ops: lazy, deterministic, on any device.
+"""``select``, through which every router goes: it checks the arguments, and an executor computes."""
 
-What the specification leaves to the implementation, and every executor does alike:
-
-- Logits are read as float32 with NaN and -inf as the lowest finite number and +inf as the highest.
-- Probabilities below the smallest normal float32 count as zero, since GPUs flush them.
-- A row in which no logit is above the lowest number (all NaN, say) has the probability 1/E everywhere, and
-  neither residency nor a selection bias applies to it: ids 0..K-1, equal weights.
-- A group mask is decided once per row by the router's own scores; residency does not choose groups.
-"""
-
-import itertools
-from typing import Protocol
+import math
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
-from numpy.typing import NDArray
 
-from strata_mlx.routing.policy import DRAFT, FACTOR, HEAD, INVERSE
+from strata_mlx.errors import InputError
+from strata_mlx.routing.additive import LogitRange, select_additive
+from strata_mlx.routing.ops import Executor, Selection, select_ops
+from strata_mlx.routing.policy import RoutingPolicy
 
-WEIGHT_FLOOR = 2.0**-14  # smallest sum of weights that renormalisation divides by
-_LOWEST = float(np.finfo(np.float32).min)
-_TINY = float(np.finfo(np.float32).tiny)
+__all__ = ["Executor", "LogitRange", "Selection", "select", "select_ops"]
 
-Selection = tuple[mx.array, mx.array]  # ids [T, K] uint32, weights [T, K] float32
-
-
-class Executor(Protocol):
-    """What computes a selection: ``select_ops``, or a kernel. The tables are all it knows of the policy."""
-
-    def __call__(
-        self,
-        logits: mx.array,
-        resident: mx.array | None,
-        tables: NDArray[np.float32],
-        draft_rows: mx.array,
-        *,
-        top_k: int,
-        norm_topk: bool = True,
-        router: str = "softmax",
-        selection_bias: mx.array | None = None,
-        n_group: int = 1,
-        topk_group: int = 1,
-        scale: float = 1.0,
-    ) -> Selection: ...
+ROUTERS = ("softmax", "sigmoid")
+_LOGIT_TYPES = (mx.float32, mx.bfloat16, mx.float16)
+_PLAIN = RoutingPolicy()
 
 
-def select_ops(
+def select(
     logits: mx.array,
     resident: mx.array | None,
-    tables: NDArray[np.float32],
-    draft_rows: mx.array,
+    policy: RoutingPolicy | None,
     *,
     top_k: int,
+    draft_rows: mx.array | None = None,
     norm_topk: bool = True,
     router: str = "softmax",
     selection_bias: mx.array | None = None,
     n_group: int = 1,
     topk_group: int = 1,
     scale: float = 1.0,
+    logit_range: LogitRange | None = None,
+    executor: Executor = select_ops,
+    check: bool = False,
+    layer: int | str | None = None,
 ) -> Selection:
-    """Picks ``top_k`` experts per row with the router's own weights. Inputs are taken as checked.
+    """Picks ``top_k`` experts for each row of a window, and the router's own weights over them.
+
+    Nothing is evaluated here unless ``check`` is set. Without a policy that can fire, or without a residency
+    map, the result is the plain router's, bit for bit.
 
     Args:
-        logits: ``[T, E]`` float32, bfloat16 or float16.
-        resident: bool ``[E]``; None scales nothing.
-        tables: float32 ``[2, 2, K]`` of ``RoutingPolicy.tables``, on the host.
-        draft_rows: bool ``[T]``, which kind of row each is.
-        router: "softmax", or "sigmoid" with ``selection_bias`` (float32 ``[E]``) and groups.
+        logits: the router's output ``[T, E]``, float32, bfloat16 or float16; float32 inside.
+        resident: bool ``[E]``, which experts are in memory; None where that is not known.
+        policy: how residents are preferred; None for the plain router.
+        draft_rows: bool ``[T]``; None says that row 0 is the head of the window and later rows are drafts.
+        norm_topk: divide the weights by their sum, or by 2^-14 where that is larger (``norm_topk_prob``).
+        router: "softmax", or "sigmoid" (DeepSeek-V3, arXiv 2412.19437, section 2.1.2; GLM-4.x; MiMo).
+        selection_bias: float ``[E]``, added to sigmoid scores for selection only.
+        n_group, topk_group: selection is from the best ``topk_group`` of ``n_group`` equal groups of experts.
+        scale: the model's own scaling factor, applied last.
+        logit_range: what a cache_prior policy has seen before this window (``LogitRange``).
+        executor: what computes the selection, for policies of kind "moce"; the others take the op path.
+        check: debug switch: evaluates, and raises where a row is all NaN.
+        layer: names the layer in that error.
 
     Returns:
-        ids ``[T, K]`` uint32 in the order of their picks, and weights ``[T, K]`` float32.
+        ids ``[T, K]`` uint32 in the order of selection, and weights ``[T, K]`` float32.
+
+    Raises:
+        InputError: an argument that does not fit, or with ``check`` a row of NaN.
     """
-    probabilities, dead = router_probabilities(logits, router)
-    if resident is not None:
-        resident = resident & ~dead  # [T, E]
-    offset = None
-    if router == "sigmoid":
-        offset = selection_offset(probabilities, dead, selection_bias, n_group, topk_group)
-
-    taken: mx.array | None = None
-    scores: list[mx.array] = []
-    for start, stop in [(0, top_k)] if resident is None else _segments(tables):
-        scaled = probabilities
-        if resident is not None:
-            factor = _per_row(tables[:, FACTOR, start], draft_rows)
-            scaled = mx.where(resident, probabilities * factor, probabilities)
-        keys = sort_keys(scaled if offset is None else scaled + offset, signed=offset is not None)
-        picked = top_ids(keys, stop - start, taken)
-        taken = picked if taken is None else mx.concatenate([taken, picked], axis=-1)
-        scores.append(mx.take_along_axis(scaled, picked, axis=-1))
-    assert taken is not None  # top_k is at least 1
-
-    if router == "sigmoid":
-        weights = mx.take_along_axis(probabilities, taken, axis=-1)  # kept: nothing to recover, no digit lost
-    else:
-        weights = mx.concatenate(scores, axis=-1) if len(scores) > 1 else scores[0]
-        if resident is not None:
-            inverse = _per_row(tables[:, INVERSE], draft_rows)
-            weights = mx.where(mx.take_along_axis(resident, taken, axis=-1), weights * inverse, weights)
-    return taken, mixing_weights(weights, norm_topk, scale)
+    _check_arrays(logits, resident, draft_rows, selection_bias, router)
+    _check_numbers(logits.shape[-1], top_k, router, n_group, topk_group, scale)
+    policy = policy or _PLAIN
+    policy.check_top_k(top_k)
+    if check:
+        _check_rows(logits, layer)
+    options: dict[str, Any] = {
+        "top_k": top_k,
+        "norm_topk": norm_topk,
+        "router": router,
+        "selection_bias": selection_bias,
+        "n_group": n_group,
+        "topk_group": topk_group,
+        "scale": scale,
+    }
+    if not policy.active:
+        resident, policy = None, _PLAIN
+    if policy.kind != "moce" and resident is not None:
+        return select_additive(logits, resident, policy, logit_range or LogitRange(), **options)
+    if draft_rows is None:
+        draft_rows = mx.arange(logits.shape[0]) > 0
+    tables = (policy if resident is not None else _PLAIN).tables(top_k)
+    return executor(logits, resident, tables, draft_rows, **options)
 
 
-def router_probabilities(logits: mx.array, router: str) -> tuple[mx.array, mx.array]:
-    """What the router gives each expert, float32 ``[T, E]``, and which rows say nothing, bool ``[T, 1]``."""
-    z = mx.nan_to_num(logits.astype(mx.float32), nan=_LOWEST)
-    dead = mx.max(z, axis=-1, keepdims=True) == _LOWEST
-    p = mx.softmax(z, axis=-1) if router == "softmax" else mx.where(dead, 1.0 / z.shape[-1], mx.sigmoid(z))
-    return mx.where(p < _TINY, 0.0, p), dead
+def _check_arrays(
+    logits: mx.array,
+    resident: mx.array | None,
+    draft_rows: mx.array | None,
+    selection_bias: mx.array | None,
+    router: str,
+) -> None:
+    if router not in ROUTERS:
+        raise InputError(f"router is {router!r}, expected one of {', '.join(ROUTERS)}")
+    if logits.ndim != 2 or logits.dtype not in _LOGIT_TYPES:
+        raise InputError(f"router logits: expected floats [T, E], found {logits.dtype} {logits.shape}")
+    rows, experts = logits.shape
+    _check_vector("resident", resident, experts, (mx.bool_,))
+    _check_vector("draft_rows", draft_rows, rows, (mx.bool_,))
+    _check_vector("selection_bias", selection_bias, experts, _LOGIT_TYPES)
+    if selection_bias is not None and router != "sigmoid":
+        raise InputError("selection_bias is for sigmoid routers only")
 
 
-def selection_offset(
-    probabilities: mx.array, dead: mx.array, bias: mx.array | None, n_group: int, topk_group: int
-) -> mx.array:
-    """What a sigmoid router adds to its scores for selection only: the bias, and -inf in groups left out.
-
-    A group's score is the sum of its two best biased scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
-    """
-    rows, experts = probabilities.shape
-    offset = (
-        mx.zeros_like(probabilities)
-        if bias is None
-        else mx.broadcast_to(mx.nan_to_num(bias), (rows, experts))
-    )
-    if n_group > 1:
-        grouped = (probabilities + offset).reshape(rows, n_group, -1)
-        best = mx.topk(grouped, min(2, grouped.shape[-1]), axis=-1).sum(axis=-1)  # [T, groups]
-        kept = top_ids(sort_keys(best, signed=True), topk_group)
-        mask = mx.put_along_axis(mx.full(best.shape, -mx.inf), kept, mx.array(0.0), axis=-1)
-        offset = offset + mx.repeat(mask, experts // n_group, axis=-1)
-    return mx.where(dead, 0.0, offset)
+def _check_vector(name: str, values: mx.array | None, size: int, types: tuple[mx.Dtype, ...]) -> None:
+    if values is not None and (values.shape != (size,) or values.dtype not in types):
+        expected = " or ".join(str(each).removeprefix("mlx.core.") for each in types)
+        raise InputError(f"{name}: expected {expected} [{size}], found {values.dtype} {values.shape}")
 
 
-def sort_keys(scores: mx.array, signed: bool = False) -> mx.array:
-    """Keys uint64 ``[T, E]``, all different and above 0: larger for a larger score, then for a lower id.
-
-    ``argpartition`` and ``argsort`` promise nothing about ties. Here there are none to break.
-    """
-    bits = scores.view(mx.uint32)  # ordered like the numbers where none is negative
-    if signed:
-        bits = mx.where(bits >> 31, ~bits, bits | 0x80000000)
-    experts = scores.shape[-1]
-    return (bits.astype(mx.uint64) << 32) | mx.arange(experts, 0, -1, dtype=mx.uint64)
-
-
-def top_ids(keys: mx.array, count: int, taken: mx.array | None = None) -> mx.array:
-    """The ids ``[T, count]`` uint32 of the largest keys, in descending order, that are not yet taken."""
-    if taken is not None:
-        keys = mx.put_along_axis(keys, taken, mx.array(0, mx.uint64), axis=-1)
-    experts = keys.shape[-1]
-    best = mx.sort(mx.topk(keys, count, axis=-1), axis=-1)[:, ::-1]
-    return mx.array(experts, mx.uint32) - best.astype(mx.uint32)  # the cast keeps the low half, experts - id
+def _check_numbers(
+    experts: int, top_k: int, router: str, n_group: int, topk_group: int, scale: float
+) -> None:
+    for name, value in {"top_k": top_k, "n_group": n_group, "topk_group": topk_group}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} is {value!r}, expected a whole number, at least 1")
+    if n_group > 1 and router != "sigmoid":
+        raise InputError("expert groups are for sigmoid routers only")
+    if experts % n_group or topk_group > n_group:
+        raise InputError(f"cannot keep {topk_group} of {n_group} equal groups of {experts} experts")
+    if top_k > experts // n_group * topk_group:
+        raise InputError(
+            f"top_k is {top_k}, but the router chooses from {experts // n_group * topk_group} experts"
+        )
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise InputError(f"scale is {scale!r}, expected a finite number")
 
 
-def mixing_weights(probabilities: mx.array, norm_topk: bool, scale: float) -> mx.array:
-    """The weights of the picked experts, float32 ``[T, K]``, from their probabilities."""
-    if norm_topk:
-        total = probabilities.sum(axis=-1, keepdims=True)
-        probabilities = probabilities / mx.maximum(total, WEIGHT_FLOOR)
-    return probabilities if scale == 1.0 else probabilities * scale
-
-
-def _segments(tables: NDArray[np.float32]) -> list[tuple[int, int]]:
-    """The runs of ranks that share their factors. Within one, the picks are the best of a fixed score."""
-    factors = tables[:, FACTOR]
-    changes = np.flatnonzero((factors[:, 1:] != factors[:, :-1]).any(axis=0)) + 1
-    edges = [0, *changes.tolist(), factors.shape[-1]]
-    return list(itertools.pairwise(edges))
-
-
-def _per_row(values: NDArray[np.float32], draft_rows: mx.array) -> mx.array:
-    """``values [2, ...]`` for each row: one row that broadcasts where both kinds agree, else ``[T, ...]``."""
-    values = values.reshape(2, -1)
-    if np.array_equal(values[HEAD], values[DRAFT]):
-        return mx.array(values[HEAD])
-    return mx.where(draft_rows[:, None], mx.array(values[DRAFT]), mx.array(values[HEAD]))
+def _check_rows(logits: mx.array, layer: int | str | None) -> None:
+    empty = mx.isnan(logits).all(axis=-1)  # [T]
+    if empty.any():
+        where = "" if layer is None else f"layer {layer}, "
+        raise InputError(f"router logits: {where}row {mx.argmax(empty).item()}: every value is NaN")
