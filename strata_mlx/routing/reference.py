@@ -50,8 +50,11 @@ def select(
     n_group: int = 1,
     topk_group: int = 1,
     scale: float = 1.0,
+    deltas: Floats | None = None,
 ) -> tuple[Ints, Floats]:
-    """Same arguments as ``strata_mlx.routing.select``, as NumPy arrays, for policies of kind "moce".
+    """Same arguments as ``strata_mlx.routing.select``, as NumPy arrays.
+
+    A policy of kind "cache_prior" needs ``deltas [T]``, the running mean of logit ranges at each row.
 
     Returns:
         ids ``[T, K]`` int64 and weights ``[T, K]`` float64.
@@ -63,11 +66,21 @@ def select(
         if router == "sigmoid" and not dead:
             offset = selection_offset(p, selection_bias, n_group, topk_group)
         draft = index > 0 if draft_rows is None else bool(draft_rows[index])
-        picked = route_row(
-            p, None if dead else resident, policy or RoutingPolicy(), top_k, draft, offset=offset
-        )
-        ids.append(picked.ids)
-        weights.append(normalise(picked.recovered, norm_topk, scale))
+        known, setting = None if dead else resident, policy or RoutingPolicy()
+        if setting.kind == "moce":
+            picked = route_row(p, known, setting, top_k, draft, offset=offset)
+            chosen, recovered = picked.ids, picked.recovered
+        else:
+            raised = p
+            if setting.kind == "cache_prior" and known is not None:
+                assert deltas is not None
+                raised, _ = probabilities(row + setting.prior_lambda * deltas[index] * known, router)
+                # One denominator for both, or protected picks would differ from the router's by a factor.
+                raised = np.where(known & (p > 0), raised, p) if router == "sigmoid" else raised
+            chosen = np.array(rerank(p, raised, offset, known, setting, top_k))
+            recovered = p[chosen]
+        ids.append(chosen)
+        weights.append(normalise(recovered, norm_topk, scale))
     return np.array(ids, np.int64).reshape(-1, top_k), np.array(weights, np.float64).reshape(-1, top_k)
 
 
@@ -143,6 +156,27 @@ def route_row(
         recovered.append(score[pick] / applied[pick])
         remaining[pick] = False
     return Row(np.array(ids), np.array(scores), np.array(best), np.array(recovered))
+
+
+def rerank(
+    p: Floats, raised: Floats, offset: Floats, resident: Bools | None, policy: RoutingPolicy, top_k: int
+) -> list[int]:
+    """The picks of an additive policy, from the router's probabilities and the residents' raised ones ``[E]``."""
+    own = sorted(range(p.size), key=lambda e: (-(p[e] + offset[e]), e))
+    first = own[: policy.protect]
+    rest = [e for e in own if e not in first]
+    if policy.kind == "cache_prior":
+        rest.sort(key=lambda e: (-(raised[e] + offset[e]), e))
+        return (first + rest)[:top_k]
+    limit = policy.max_rank or 0
+    if policy.kind == "mass":
+        held, limit = 0.0, 0
+        while limit < p.size and held < policy.mass * p.sum():
+            held += p[own[limit]]
+            limit += 1
+    near = [e for e in own[:limit] if resident is not None and resident[e] and np.isfinite(offset[e])]
+    chosen = (first + [e for e in near if e not in first] + [e for e in rest if e not in near])[:top_k]
+    return sorted(chosen, key=own.index)
 
 
 def normalise(recovered: Floats, norm_topk: bool, scale: float) -> Floats:
