@@ -74,9 +74,11 @@ def select(
             raised = p
             if setting.kind == "cache_prior" and known is not None:
                 assert deltas is not None
-                raised, _ = probabilities(row + setting.prior_lambda * deltas[index] * known, router)
-                # One denominator for both, or protected picks would differ from the router's by a factor.
-                raised = np.where(known & (p > 0), raised, p) if router == "sigmoid" else raised
+                raised = row + setting.prior_lambda * deltas[index] * known
+                if router == "sigmoid":
+                    raised, _ = probabilities(raised, router)
+                # Softmax keeps the order of its logits, so these serve as scores. What is zero stays zero.
+                raised = np.where(p > 0, raised, -np.inf if router == "softmax" else 0.0)
             chosen = np.array(rerank(p, raised, offset, known, setting, top_k))
             recovered = p[chosen]
         ids.append(chosen)
@@ -161,7 +163,7 @@ def route_row(
 def rerank(
     p: Floats, raised: Floats, offset: Floats, resident: Bools | None, policy: RoutingPolicy, top_k: int
 ) -> list[int]:
-    """The picks of an additive policy, from the router's probabilities and the residents' raised ones ``[E]``."""
+    """The picks of an additive policy: ``raised [E]`` are cache_prior's scores after the protected ranks."""
     own = sorted(range(p.size), key=lambda e: (-(p[e] + offset[e]), e))
     first = own[: policy.protect]
     rest = [e for e in own if e not in first]
