@@ -1,0 +1,127 @@
+"""cache_prior, max_rank and mass: the paper's re-rankings with the router's own weights."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strata_mlx.routing import LogitRange, RoutingPolicy, reference, select
+from tests.routing.properties import TOLERANCE, own_weights
+from tests.strategies import RoutingCase, additive_policies, extreme_cases, routing_cases
+
+K = 8
+NEUTRAL = [
+    RoutingPolicy(kind="cache_prior", prior_lambda=0.0),
+    RoutingPolicy(kind="max_rank", max_rank=K),
+    RoutingPolicy(kind="mass", mass=0.0),
+    RoutingPolicy(kind="cache_prior", prior_lambda=3.0, protect=K),
+    RoutingPolicy(kind="max_rank", max_rank=40, protect=K),
+]
+PLAIN = RoutingPolicy()
+
+
+def route(case: RoutingCase, policy: RoutingPolicy, known: Any = None) -> tuple[Any, Any]:
+    resident = case.resident if known is None else known
+    ids, weights = select(
+        mx.array(case.logits),
+        None if resident is None else mx.array(resident),
+        policy,
+        top_k=case.top_k,
+        selection_bias=None if case.bias is None else mx.array(case.bias),
+        **case.options,
+    )
+    return np.array(ids), np.array(weights)
+
+
+def cases(**fixed: Any) -> st.SearchStrategy[RoutingCase]:
+    return routing_cases(policy=PLAIN, top_k=K, dtype="float32", **fixed)
+
+
+@pytest.mark.parametrize("policy", NEUTRAL, ids=str)
+@given(case=cases())
+def test_a_neutral_parameter_is_the_plain_router_bit_for_bit(
+    policy: RoutingPolicy, case: RoutingCase
+) -> None:
+    ids, weights = route(case, policy)
+    plain, plain_weights = route(case, PLAIN)
+    assert (ids == plain).all()
+    assert weights.tobytes() == plain_weights.tobytes()
+
+
+@given(case=cases(), policy=additive_policies())
+def test_without_residents_it_is_the_plain_router_bit_for_bit(
+    case: RoutingCase, policy: RoutingPolicy
+) -> None:
+    ids, weights = route(case, policy, known=np.zeros(case.logits.shape[1], bool))
+    plain, plain_weights = route(case, PLAIN)
+    assert (ids == plain).all()
+    assert weights.tobytes() == plain_weights.tobytes()
+
+
+@given(case=cases(tie_free=True, biased=False, residency="some"), policy=additive_policies())
+def test_it_agrees_with_the_reference(case: RoutingCase, policy: RoutingPolicy) -> None:
+    ranges = case.logits.max(axis=1).astype(np.float64) - case.logits.min(axis=1)
+    deltas = np.cumsum(ranges) / np.arange(1, len(ranges) + 1)
+    ids, weights = route(case, policy)
+    expected, expected_weights = reference.select(
+        case.logits, case.resident, policy, top_k=K, deltas=deltas, **case.options
+    )
+    for got, want in zip(ids, expected, strict=True):
+        # A cumulative probability or a raised score on the very edge may fall on either side.
+        assert (got == want).all() or policy.kind != "max_rank"
+        assert len(set(got.tolist()) ^ set(want.tolist())) <= 2
+    agree = (ids == expected).all(axis=1)
+    assert np.abs(weights - expected_weights)[agree].max(initial=0) <= TOLERANCE * case.options["scale"]
+
+
+@given(case=extreme_cases(), policy=additive_policies())
+def test_weights_are_the_routers_own_and_ids_distinct(case: RoutingCase, policy: RoutingPolicy) -> None:
+    if case.top_k < K:
+        return
+    case = RoutingCase(
+        case.logits, case.resident, policy, K, options={**case.options, "topk_group": 1, "n_group": 1}
+    )
+    ids, weights = route(case, policy)
+    assert all(len(set(row.tolist())) == K for row in ids)
+    assert np.isfinite(weights).all()
+    assert np.abs(weights - own_weights(case, ids)).max() <= TOLERANCE * case.options["scale"]
+
+
+def test_the_protected_picks_stay_and_residents_follow() -> None:
+    logits = mx.array([[5.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0]])
+    resident = mx.arange(8) >= 4
+    for policy, expected in (
+        (RoutingPolicy(kind="max_rank", max_rank=6, protect=1), [0, 1, 4, 5]),
+        (RoutingPolicy(kind="max_rank", max_rank=5, protect=1), [0, 1, 2, 4]),
+        (RoutingPolicy(kind="max_rank", max_rank=8, protect=2), [0, 1, 4, 5]),
+        (RoutingPolicy(kind="max_rank", max_rank=8, protect=0), [4, 5, 6, 7]),
+        (RoutingPolicy(kind="mass", mass=1.0, protect=0), [4, 5, 6, 7]),
+        (RoutingPolicy(kind="mass", mass=0.5, protect=0), [0, 1, 2, 3]),
+        (RoutingPolicy(kind="cache_prior", prior_lambda=10.0, protect=1), [0, 4, 5, 6]),
+    ):
+        ids, _ = select(logits, resident, policy, top_k=4)
+        assert ids.tolist() == [expected], str(policy)
+
+
+def test_the_running_range_ends_with_the_row_that_it_serves() -> None:
+    logits = mx.array([[0.0, 2.0], [0.0, 4.0], [mx.nan, mx.nan], [0.0, 9.0]])
+    assert LogitRange().through(logits)[:, 0].tolist() == [2.0, 3.0, 3.0, 5.0]
+    state = LogitRange().after(logits, 2)
+    assert (state.mean.item(), state.rows.item()) == (3.0, 2.0)
+    assert state.after(logits, 0) is state
+    assert state.through(logits[3:]).tolist() == [[5.0]]
+
+
+def test_a_window_is_routed_as_its_rows_one_by_one() -> None:
+    logits = mx.random.normal((6, 32), key=mx.random.key(0)) * 3
+    policy = RoutingPolicy(kind="cache_prior", prior_lambda=0.3)
+    resident = mx.arange(32) % 2 == 0
+    ids, _ = select(logits, resident, policy, top_k=4)
+    state = LogitRange()
+    for row in range(6):
+        one, _ = select(logits[row : row + 1], resident, policy, top_k=4, logit_range=state)
+        assert one[0].tolist() == ids[row].tolist()
+        state = state.after(logits[row : row + 1], 1)
