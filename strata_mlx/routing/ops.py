@@ -21,6 +21,7 @@ from strata_mlx.routing.policy import DRAFT, FACTOR, HEAD, INVERSE
 WEIGHT_FLOOR = 2.0**-14  # smallest sum of weights that renormalisation divides by
 _LOWEST = float(np.finfo(np.float32).min)
 _TINY = float(np.finfo(np.float32).tiny)
+_TAKEN = np.iinfo(np.int64).max  # after every key
 
 Selection = tuple[mx.array, mx.array]  # ids [T, K] uint32, weights [T, K] float32
 
@@ -100,8 +101,10 @@ def _pick_by_rank(
     ids = mx.zeros((probabilities.shape[0], 0), mx.uint32)
     scores = []
     for start, stop in _segments(tables):
-        factor = _per_row(tables[:, FACTOR, start], draft_rows)
-        scaled = mx.where(present, probabilities * factor, probabilities)
+        scaled = probabilities
+        if (tables[:, FACTOR, start] != 1).any():
+            factor = _per_row(tables[:, FACTOR, start], draft_rows)
+            scaled = mx.where(present, probabilities * factor, probabilities)
         picked = top_ids(sort_keys(scaled, offset), stop - start, taken=ids if start else None)
         scores.append(mx.take_along_axis(scaled, picked, axis=-1))
         ids = mx.concatenate([ids, picked], axis=-1) if start else picked
@@ -110,8 +113,10 @@ def _pick_by_rank(
 
 def router_probabilities(logits: mx.array, router: str) -> tuple[mx.array, mx.array]:
     """What the router gives each expert, float32 ``[T, E]``, and which rows say nothing, bool ``[T, 1]``."""
-    z = mx.nan_to_num(logits.astype(mx.float32), nan=_LOWEST)
+    z = logits.astype(mx.float32)
+    z = mx.where(z > _LOWEST, mx.minimum(z, -_LOWEST), _LOWEST)  # no NaN is above anything
     dead = mx.max(z, axis=-1, keepdims=True) == _LOWEST
+    # The softmax of a dead row is 1/E everywhere.
     p = mx.softmax(z, axis=-1) if router == "softmax" else mx.where(dead, 1.0 / z.shape[-1], mx.sigmoid(z))
     return mx.where(p < _TINY, 0.0, p), dead
 
@@ -127,7 +132,7 @@ def selection_offset(
     offset = (
         mx.zeros_like(probabilities)
         if bias is None
-        else mx.broadcast_to(mx.nan_to_num(bias), (rows, experts))
+        else mx.broadcast_to(mx.nan_to_num(bias.astype(mx.float32)), (rows, experts))
     )
     if n_group > 1:
         grouped = (probabilities + offset).reshape(rows, n_group, -1)
@@ -139,26 +144,24 @@ def selection_offset(
 
 
 def sort_keys(scores: mx.array, offset: mx.array | None = None) -> mx.array:
-    """Keys uint64 ``[T, E]``, all different and above 0: larger for a larger score, then for a lower id.
+    """Keys int64 ``[T, E]``, all different: smaller for a larger score, then for a lower id, their low half.
 
     ``argpartition`` and ``argsort`` promise nothing about ties. Here there are none to break.
     """
     if offset is None:
-        bits = scores.view(mx.uint32)  # no probability is negative, so the bits are ordered like the numbers
+        bits = scores.view(mx.int32)  # no probability is negative, so the bits are ordered like the numbers
     else:
-        bits = (scores + offset).view(mx.uint32)
-        bits = mx.where(bits >> 31, ~bits, bits | 0x80000000)
-    experts = scores.shape[-1]
-    return (bits.astype(mx.uint64) << 32) | mx.arange(experts, 0, -1, dtype=mx.uint64)
+        bits = (scores + offset).view(mx.int32)
+        bits = mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return mx.arange(scores.shape[-1], dtype=mx.int64) - (bits.astype(mx.int64) << 32)
 
 
 def top_ids(keys: mx.array, count: int, taken: mx.array | None = None) -> mx.array:
-    """The ids ``[T, count]`` uint32 of the largest keys, in descending order, that are not yet taken."""
+    """The ids ``[T, count]`` uint32 of the smallest keys, in order, that are not yet taken."""
     if taken is not None:
-        keys = mx.put_along_axis(keys, taken, mx.array(0, mx.uint64), axis=-1)
-    experts = keys.shape[-1]
-    best = mx.sort(mx.topk(keys, count, axis=-1), axis=-1)[:, ::-1]
-    return mx.array(experts, mx.uint32) - best.astype(mx.uint32)  # the cast keeps the low half, experts - id
+        keys = mx.put_along_axis(keys, taken, mx.array(_TAKEN, mx.int64), axis=-1)
+    best = mx.partition(keys, count - 1, axis=-1)[:, :count]
+    return mx.sort(best, axis=-1).astype(mx.uint32)  # the cast keeps the low half, the id
 
 
 def mixing_weights(

@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as dataclass_fields
+from functools import lru_cache
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -114,10 +115,7 @@ class RoutingPolicy:
         self.check_top_k(top_k)
         if self.kind != "moce":
             raise InputError(f"routing policy: kind {self.kind!r} has no table of factors")
-        b, r = _scale(self.moce_bonus), _scale(self.r1_bonus)
-        head = _factors(b, r, self.protect, top_k)
-        draft = _factors(b * b, r, 1, top_k) if self.draft_moce else head
-        return np.stack([[factors, np.float32(1) / factors] for factors in (head, draft)])
+        return _tables(self, top_k).copy()
 
     def check_top_k(self, top_k: int) -> None:
         """Raises InputError where the policy cannot be used with ``top_k`` experts per token."""
@@ -255,6 +253,14 @@ def _factors(m: np.float32, r: np.float32, protect: int, top_k: int) -> NDArray[
         elif r1_active:  # also past the protected ranks: without a full bonus the tail keeps r
             factors[rank] = r
     return factors
+
+
+@lru_cache
+def _tables(policy: RoutingPolicy, top_k: int) -> NDArray[np.float32]:
+    b, r = _scale(policy.moce_bonus), _scale(policy.r1_bonus)
+    head = _factors(b, r, policy.protect, top_k)
+    draft = _factors(b * b, r, 1, top_k) if policy.draft_moce else head
+    return np.stack([[factors, np.float32(1) / factors] for factors in (head, draft)])
 
 
 def _scale(bonus: float) -> np.float32:

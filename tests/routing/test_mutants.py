@@ -148,8 +148,8 @@ def highest_id(logits: Any, resident: Any, tables: Any, draft_rows: Any, options
     keys, ids = ops.sort_keys, ops.top_ids
 
     def reversed_keys(scores: mx.array, offset: Any = None) -> Any:
-        high = keys(scores, offset) >> 32 << 32
-        return high | mx.arange(1, scores.shape[-1] + 1, dtype=mx.uint64)
+        experts = mx.arange(scores.shape[-1], dtype=mx.int64)
+        return keys(scores, offset) - experts + experts[::-1]
 
     def reversed_ids(values: mx.array, count: int, taken: Any = None) -> Any:
         return values.shape[-1] - 1 - ids(values, count, taken)
