@@ -1,0 +1,205 @@
+// Routing, one simdgroup per row: the lane with index `lane` holds experts lane, lane + 32, lane + 64, ...
+// Pointers are template parameters because MLX binds an input of fewer than 8 elements to another address space.
+
+enum Router { SOFTMAX, SIGMOID };
+
+struct Pick {
+  uint id;
+  float weight;
+};
+
+// A float's bits so rearranged that unsigned order is float order. Never 0 for a number, so 0 marks "no candidate".
+METAL_FUNC uint order_key(float x) {
+  uint bits = as_type<uint>(x);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// The K experts of one row: lane r < K returns the expert of rank r and its weight.
+//
+// `table` holds the row's K factors, then their K inverses. When rank r is picked, a resident's score is its probability
+// times factors[r]; its probability is recovered as that score times inverses[r]. The rule behind the numbers stands in
+// strata_mlx/routing/policy.py alone. A selection bias is added to scores for the choice and never reaches the weights.
+template <
+    int E, int K, int ROUTER, bool NORM, bool HAS_RESIDENCY, bool HAS_BIAS,
+    typename Logits, typename Resident, typename Table, typename Bias>
+METAL_FUNC Pick select_row(Logits logits, Resident resident, Table table, Bias bias, float scale, uint lane) {
+  constexpr int SLOTS = (E + 31) / 32;
+  constexpr float LEAST_SUM = 1.0f / 16384;
+
+  // NaN counts as the smallest value; so do the slots past the last expert.
+  float p[SLOTS];
+  float top = -INFINITY;
+  for (int i = 0; i < SLOTS; i++) {
+    uint e = i * 32 + lane;
+    float x = e < uint(E) ? float(logits[e]) : -INFINITY;
+    p[i] = isnan(x) ? -INFINITY : x;
+    top = max(top, p[i]);
+  }
+  top = simd_max(top);
+  bool undecided = top == -INFINITY; // no logit says anything: experts 0..K-1 share the row, whatever is resident
+
+  // x == top is 1 by itself: infinite logits share the row, and inf - inf is never formed.
+  float total = 0;
+  for (int i = 0; i < SLOTS; i++) {
+    if (ROUTER == SIGMOID) {
+      p[i] = 1 / (1 + metal::precise::exp(-p[i]));
+    } else {
+      p[i] = p[i] == top ? 1 : metal::precise::exp(p[i] - top);
+      total += uint(i * 32) + lane < uint(E) ? p[i] : 0;
+    }
+  }
+  if (ROUTER == SOFTMAX) {
+    total = simd_sum(total);
+    for (int i = 0; i < SLOTS; i++) {
+      p[i] /= total;
+    }
+  }
+
+  // Per slot: is it still to be had, is it favoured, what is added for the choice.
+  uint left = 0;
+  uint favoured = 0;
+  float added[SLOTS];
+  for (int i = 0; i < SLOTS; i++) {
+    uint e = i * 32 + lane;
+    added[i] = 0;
+    if (e < uint(E)) {
+      left |= 1u << i;
+      if (undecided) {
+        p[i] = 1.0f / E;
+      } else {
+        if (HAS_RESIDENCY) {
+          favoured |= uint(resident[e] != 0) << i;
+        }
+        if (HAS_BIAS) {
+          added[i] = bias[e];
+        }
+      }
+    }
+  }
+
+  Pick pick = {0, 0};
+  for (int rank = 0; rank < K; rank++) {
+    float factor = HAS_RESIDENCY ? table[rank] : 1;
+    float inverse = HAS_RESIDENCY ? table[K + rank] : 1;
+
+    uint best = 0;
+    uint slot = 0;
+    float score = 0;
+    for (int i = 0; i < SLOTS; i++) {
+      float candidate = favoured >> i & 1 ? p[i] * factor : p[i];
+      uint key = order_key(HAS_BIAS ? candidate + added[i] : candidate);
+      if ((left >> i & 1) && key > best) { // strictly: the lowest id wins a tie
+        best = key;
+        slot = i;
+        score = candidate;
+      }
+    }
+    uint winner = simd_max(best);
+    uint id = simd_min(best == winner ? slot * 32 + lane : 0xffffffffu);
+    float weight = simd_shuffle(favoured >> slot & 1 ? score * inverse : score, id % 32);
+
+    left &= id % 32 == lane ? ~(1u << id / 32) : 0xffffffffu;
+    if (lane == uint(rank)) {
+      pick = {id, weight};
+    }
+  }
+  if (NORM) {
+    pick.weight /= max(simd_sum(pick.weight), LEAST_SUM);
+  }
+  pick.weight *= scale;
+  return pick;
+}
+
+struct Scan {
+  uint before;
+  uint total;
+};
+
+// Sums `value` over the threads before this one, and over all of them. `partial` has one place per simdgroup.
+template <int SIMDGROUPS, typename Partial>
+METAL_FUNC Scan scan_threads(uint value, Partial partial, uint lane, uint simdgroup) {
+  uint before = simd_prefix_exclusive_sum(value);
+  if (lane == 31) {
+    partial[simdgroup] = before + value;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  Scan scan = {before, 0};
+  for (int g = 0; g < SIMDGROUPS; g++) {
+    scan.before += uint(g) < simdgroup ? partial[g] : 0;
+    scan.total += partial[g];
+  }
+  return scan;
+}
+
+// Groups the `n` entries of `ids` (entry = token * K + rank) by expert, with the whole threadgroup.
+//
+// Groups ascend by expert; with SPLIT the residents' come first. Entries ascend inside a group. Each thread owns a run of
+// experts, so a sum over the threads before it is a sum over lower experts. Groups past the last one are empty: expert 0,
+// offset n, count 0. `partial` has 4 * THREADS / 32 places.
+template <
+    int E, int THREADS, bool SPLIT,
+    typename Ids, typename Resident, typename Partial, typename Groups, typename Entries>
+METAL_FUNC void plan_groups(
+    Ids ids, uint n, Resident resident, Partial partial, uint index,
+    Groups experts, Groups offsets, Groups counts, Entries entries, Entries group_count) {
+  constexpr int OWNED = (E + THREADS - 1) / THREADS;
+  constexpr int SIMDGROUPS = THREADS / 32;
+  uint first = index * OWNED;
+
+  uint tally[OWNED] = {};
+  for (uint j = 0; j < n; j++) {
+    for (int i = 0; i < OWNED; i++) {
+      tally[i] += ids[j] == first + i;
+    }
+  }
+
+  uint next[OWNED];
+  uint groups = 0;
+  uint placed = 0;
+  for (int part = 0; part < (SPLIT ? 2 : 1); part++) {
+    uint mine = 0;
+    uint my_groups = 0;
+    uint my_entries = 0;
+    for (int i = 0; i < OWNED; i++) {
+      if (tally[i] > 0 && (!SPLIT || (resident[first + i] != 0) == (part == 0))) {
+        mine |= 1u << i;
+        my_groups += 1;
+        my_entries += tally[i];
+      }
+    }
+    Scan group = scan_threads<SIMDGROUPS>(my_groups, partial + 2 * part * SIMDGROUPS, index % 32, index / 32);
+    Scan entry = scan_threads<SIMDGROUPS>(my_entries, partial + (2 * part + 1) * SIMDGROUPS, index % 32, index / 32);
+    uint g = groups + group.before;
+    uint offset = placed + entry.before;
+    for (int i = 0; i < OWNED; i++) {
+      if (mine >> i & 1) {
+        experts[g] = first + i;
+        offsets[g] = offset;
+        counts[g] = tally[i];
+        next[i] = offset;
+        offset += tally[i];
+        g += 1;
+      }
+    }
+    groups += group.total;
+    placed += entry.total;
+  }
+
+  for (uint j = 0; j < n; j++) {
+    for (int i = 0; i < OWNED; i++) {
+      if (ids[j] == first + i) {
+        entries[next[i]] = j;
+        next[i] += 1;
+      }
+    }
+  }
+
+  for (uint g = groups + index; g < min(uint(E), n); g += THREADS) {
+    experts[g] = 0;
+    offsets[g] = n;
+    counts[g] = 0;
+  }
+  if (index == 0) {
+    group_count[0] = groups;
+  }
+}

@@ -1,0 +1,320 @@
+"""Loads ``kernels/*.metal`` and runs them: on Metal, on CUDA, or wherever a given builder takes them.
+
+A ``KernelSpec`` says how one kernel is launched, whatever runs it; tests and runtime share it. A builder has the
+interface of ``mx.fast.metal_kernel``.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from strata_mlx.errors import Fault, InputError
+
+MAX_EXPERTS = 1024
+MAX_TOP_K = 16
+MAX_FUSED_ROWS = 8
+SIMD = 32  # lanes of a simdgroup
+PLAN_THREADS = 512
+
+ROUTERS = ("softmax", "sigmoid")  # in the order of enum Router in kernels/route.h
+
+Router = Literal["softmax", "sigmoid"]
+Triple = tuple[int, int, int]
+Constants = tuple[tuple[str, int | bool], ...]
+Build = Callable[..., Callable[..., list[mx.array]]]
+
+
+def folder() -> Path:
+    """Where the kernel sources are: inside an installed package, or beside it in a source checkout."""
+    packaged = Path(__file__).parent / "_kernels"
+    return packaged if packaged.is_dir() else Path(__file__).parents[1] / "kernels"
+
+
+@cache
+def text(name: str) -> tuple[str, str]:
+    """The header and the body of kernel ``name``: its own ``#include`` lines are resolved into the header, each once."""
+    headers: dict[str, str] = {}
+    body = _resolve(f"{name}.metal", headers)
+    return "".join(headers.values()), body
+
+
+def _resolve(file: str, headers: dict[str, str]) -> str:
+    def include(match: re.Match[str]) -> str:
+        wanted = match.group(1)
+        if wanted not in headers:
+            resolved = _resolve(wanted, headers)
+            headers[wanted] = f'#line 1 "{wanted}"\n{resolved}'
+        return ""
+
+    return re.sub(r'^#include "([\w./]+)"', include, (folder() / file).read_text(), flags=re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: template constants, grid and threadgroup in threads, and the outputs' shapes.
+
+    The grid is whole threadgroups and a threadgroup whole simdgroups: CUDA would round them up.
+    """
+
+    constants: Constants
+    grid: Triple
+    threadgroup: Triple
+    output_shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """A kernel's interface: names of its inputs, names and dtypes of its outputs."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[tuple[str, mx.Dtype], ...]
+
+    def run(self, inputs: Sequence[mx.array], launch: Launch, build: Build | None = None) -> list[mx.array]:
+        """Launches the kernel.
+
+        Raises:
+            Fault: no builder was given and MLX has no GPU backend here.
+        """
+        dtypes = [dtype for _, dtype in self.outputs]
+        if 0 in launch.grid:
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(launch.output_shapes, dtypes, strict=True)]
+        # Metal binds an input of fewer than 8 elements otherwise, so its smallness is part of a specialisation.
+        kinds = tuple((x.dtype, x.size < 8) for x in inputs)
+        kernel = _built(self, launch.constants, kinds, build or default_build())
+        return kernel(
+            inputs=inputs,
+            template=launch.constants,
+            grid=launch.grid,
+            threadgroup=launch.threadgroup,
+            output_shapes=launch.output_shapes,
+            output_dtypes=dtypes,
+        )
+
+
+@cache
+def _built(
+    spec: KernelSpec, constants: Constants, kinds: tuple[tuple[Any, bool], ...], build: Build
+) -> Callable[..., list[mx.array]]:
+    header, body = text(spec.name)
+    # MLX caches compiled kernels by name, and not every version adds all of this to it.
+    identity = hashlib.sha256(repr((constants, kinds, header, body)).encode()).hexdigest()[:16]
+    return build(
+        name=f"strata_{spec.name}_{identity}",
+        input_names=spec.inputs,
+        output_names=[name for name, _ in spec.outputs],
+        source=body,
+        header=header,
+    )
+
+
+def build_metal(**kernel: Any) -> Callable[..., list[mx.array]]:
+    """Builds for Apple GPUs."""
+    return mx.fast.metal_kernel(**kernel)  # type: ignore[no-any-return]
+
+
+def build_cuda(*, header: str, **kernel: Any) -> Callable[..., list[mx.array]]:
+    """Builds for NVIDIA GPUs: the same text, after the header that defines Metal's idiom."""
+    dialect = (folder() / "dialect" / "cuda.h").read_text()
+    return mx.fast.cuda_kernel(header=f'#line 1 "cuda.h"\n{dialect}\n{header}', **kernel)  # type: ignore[no-any-return]
+
+
+@cache
+def default_build() -> Build:
+    """The builder of the GPU that MLX uses here.
+
+    Raises:
+        Fault: there is none.
+    """
+    if mx.metal.is_available():
+        return build_metal
+    if mx.cuda.is_available():
+        return build_cuda
+    raise Fault("MLX has no GPU backend here, so kernels cannot run: use the op path (strata_mlx.routing.select)")
+
+
+_ROUTE_INPUTS = ("logits", "resident", "tables", "row_kind", "bias", "scale")
+_ROUTE_OUTPUTS = (("ids", mx.uint32), ("weights", mx.float32))
+_PLAN_OUTPUTS = tuple((n, mx.uint32) for n in ("experts", "offsets", "counts", "entries", "group_count"))
+
+ROUTE_SELECT = KernelSpec("route_select", _ROUTE_INPUTS, _ROUTE_OUTPUTS)
+GROUP_PLAN = KernelSpec("group_plan", ("ids", "resident"), _PLAN_OUTPUTS)
+ROUTE_FUSED = KernelSpec("route_fused", _ROUTE_INPUTS, _ROUTE_OUTPUTS + _PLAN_OUTPUTS)
+
+
+def route_select(
+    logits: mx.array,
+    resident: mx.array | None,
+    tables: mx.array | None,
+    row_kind: mx.array | None,
+    *,
+    top_k: int,
+    router: Router = "softmax",
+    norm_topk: bool = True,
+    bias: mx.array | None = None,
+    scale: float = 1.0,
+    build: Build | None = None,
+) -> list[mx.array]:
+    """Experts and weights of each row.
+
+    Args:
+        logits: ``[T, E]`` float32, bfloat16 or float16; E up to 1024.
+        resident: bool or uint8 ``[E]``, or None: no score is scaled.
+        tables: float32 ``[2, 2, K]``, what ``RoutingPolicy.tables`` returns; needed with ``resident``.
+        row_kind: uint8 ``[T]``, 0 for head rows, 1 for draft rows; needed with ``resident``.
+        top_k: K, up to 16.
+        router: "softmax" or "sigmoid".
+        norm_topk: divide the weights by their sum (or 2^-14 if that is larger).
+        bias: float32 ``[E]``, added to the scores for the choice only.
+        scale: multiplies the weights last.
+        build: what builds the kernel; by default that of MLX's GPU backend.
+
+    Returns:
+        ids uint32 ``[T, K]`` in the order they were picked, weights float32 ``[T, K]``.
+
+    Raises:
+        InputError: a size or an argument that the kernels do not take.
+        Fault: there is no GPU and no builder.
+    """
+    rows = logits.shape[0]
+    inputs, constants = _route_arguments(logits, resident, tables, row_kind, top_k, router, norm_topk, bias, scale)
+    launch = Launch(constants, (SIMD * rows, 1, 1), (SIMD, 1, 1), ((rows, top_k),) * 2)
+    return ROUTE_SELECT.run(inputs, launch, build)
+
+
+def group_plan(
+    ids: mx.array, resident: mx.array | None, *, expert_count: int, split: bool = True, build: Build | None = None
+) -> list[mx.array]:
+    """The entries of a window (entry ``token * K + rank``) grouped by expert.
+
+    Args:
+        ids: uint32 ``[T, K]``, each below ``expert_count``.
+        resident: bool or uint8 ``[E]``, or None.
+        expert_count: E, up to 1024.
+        split: resident groups first (needs ``resident``).
+        build: as for ``route_select``.
+
+    Returns:
+        uint32 arrays: experts ``[G]``, offsets ``[G]``, counts ``[G]`` with ``G = min(E, T * K)``; entries ``[T * K]``;
+        the number of groups ``[1]``. Groups past that number are empty: expert 0, offset ``T * K``, count 0.
+
+    Raises:
+        InputError: a size or an argument that the kernel does not take.
+        Fault: there is no GPU and no builder.
+    """
+    _check_experts(expert_count, resident)
+    split = split and resident is not None
+    threads = min(PLAN_THREADS, SIMD * -(-expert_count // SIMD))
+    constants = (("E", expert_count), ("THREADS", threads), ("SPLIT", split))
+    grid = (threads if ids.size else 0, 1, 1)
+    launch = Launch(constants, grid, (threads, 1, 1), _plan_shapes(expert_count, ids.size))
+    return GROUP_PLAN.run([ids, _NOTHING if resident is None else resident], launch, build)
+
+
+def route_fused(
+    logits: mx.array,
+    resident: mx.array | None,
+    tables: mx.array | None,
+    row_kind: mx.array | None,
+    *,
+    top_k: int,
+    router: Router = "softmax",
+    norm_topk: bool = True,
+    bias: mx.array | None = None,
+    scale: float = 1.0,
+    split: bool = True,
+    build: Build | None = None,
+) -> list[mx.array]:
+    """``route_select`` and ``group_plan`` of a decode window (T up to 8) in one launch: their outputs, in that order.
+
+    Raises:
+        InputError: a size or an argument that the kernel does not take.
+        Fault: there is no GPU and no builder.
+    """
+    rows, experts = logits.shape
+    if rows > MAX_FUSED_ROWS:
+        raise InputError(f"route_fused: {rows} rows, expected at most {MAX_FUSED_ROWS}; use route_select and group_plan")
+    inputs, constants = _route_arguments(logits, resident, tables, row_kind, top_k, router, norm_topk, bias, scale)
+    constants = (("T", rows), ("SPLIT", split and resident is not None), *constants)
+    shapes = ((rows, top_k),) * 2 + _plan_shapes(experts, rows * top_k)
+    launch = Launch(constants, (SIMD * rows, 1, 1), (SIMD * rows, 1, 1), shapes)
+    return ROUTE_FUSED.run(inputs, launch, build)
+
+
+_NOTHING = mx.zeros((1,), mx.uint8)  # stands in for an input that the kernel's constants switch off
+_NO_NUMBERS = mx.zeros((1,), mx.float32)
+
+
+def _route_arguments(
+    logits: mx.array,
+    resident: mx.array | None,
+    tables: mx.array | None,
+    row_kind: mx.array | None,
+    top_k: int,
+    router: Router,
+    norm_topk: bool,
+    bias: mx.array | None,
+    scale: float,
+) -> tuple[list[mx.array], Constants]:
+    rows, experts = logits.shape
+    _check_experts(experts, resident)
+    if router not in ROUTERS:
+        raise InputError(f"router is {router!r}, expected one of {', '.join(ROUTERS)}")
+    if not 1 <= top_k <= min(MAX_TOP_K, experts):
+        raise InputError(f"top_k is {top_k}, expected 1..{min(MAX_TOP_K, experts)} with {experts} experts")
+    if bias is not None and tuple(bias.shape) != (experts,):
+        raise InputError(f"bias has shape {tuple(bias.shape)}, expected ({experts},)")
+    if resident is None or tables is None or row_kind is None:
+        if resident is not None:
+            raise InputError("a residency map needs tables and row_kind as well")
+        tables, row_kind = _NO_NUMBERS, None
+    elif tuple(tables.shape) != (2, 2, top_k) or tuple(row_kind.shape) != (rows,):
+        raise InputError(
+            f"tables have shape {tuple(tables.shape)} and row_kind {tuple(row_kind.shape)}, "
+            f"expected (2, 2, {top_k}) and ({rows},)"
+        )
+    inputs = [
+        logits,
+        _NOTHING if resident is None else resident,
+        tables,
+        _head_rows(rows) if row_kind is None else row_kind,
+        _NO_NUMBERS if bias is None else bias,
+        _scalar(scale),
+    ]
+    constants = (
+        ("E", experts),
+        ("K", top_k),
+        ("ROUTER", ROUTERS.index(router)),
+        ("NORM", norm_topk),
+        ("HAS_RESIDENCY", resident is not None),
+        ("HAS_BIAS", bias is not None),
+    )
+    return inputs, constants
+
+
+def _check_experts(experts: int, resident: mx.array | None) -> None:
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise InputError(f"{experts} experts, the kernels take 1..{MAX_EXPERTS}")
+    if resident is not None and tuple(resident.shape) != (experts,):
+        raise InputError(f"the residency map has shape {tuple(resident.shape)}, expected ({experts},)")
+
+
+def _plan_shapes(experts: int, entries: int) -> tuple[tuple[int, ...], ...]:
+    groups = min(experts, entries)
+    return ((groups,),) * 3 + ((entries,), (1,))
+
+
+@cache
+def _scalar(value: float) -> mx.array:
+    return mx.array([value], mx.float32)
+
+
+@cache
+def _head_rows(rows: int) -> mx.array:
+    return mx.zeros((rows,), mx.uint8)
