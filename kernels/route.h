@@ -24,34 +24,42 @@ template <
     typename Logits, typename Resident, typename Table, typename Bias>
 METAL_FUNC Pick select_row(Logits logits, Resident resident, Table table, Bias bias, float scale, uint lane) {
   constexpr int SLOTS = (E + 31) / 32;
+  constexpr float LOWEST = -FLT_MAX;
   constexpr float LEAST_SUM = 1.0f / 16384;
 
-  // NaN counts as the smallest value; so do the slots past the last expert.
+  // Infinite logits are the extreme finite ones. NaN is the lowest, and so are the slots past the last expert.
   float p[SLOTS];
-  float top = -INFINITY;
+  float top = LOWEST;
   for (int i = 0; i < SLOTS; i++) {
     uint e = i * 32 + lane;
-    float x = e < uint(E) ? float(logits[e]) : -INFINITY;
-    p[i] = isnan(x) ? -INFINITY : x;
+    float x = e < uint(E) ? float(logits[e]) : LOWEST;
+    p[i] = isnan(x) ? LOWEST : max(LOWEST, min(x, FLT_MAX));
     top = max(top, p[i]);
   }
   top = simd_max(top);
-  bool undecided = top == -INFINITY; // no logit says anything: experts 0..K-1 share the row, whatever is resident
+  bool silent = top == LOWEST; // no logit says anything: the experts share the row, whatever is resident
 
-  // x == top is 1 by itself: infinite logits share the row, and inf - inf is never formed.
-  float total = 0;
-  for (int i = 0; i < SLOTS; i++) {
-    if (ROUTER == SIGMOID) {
-      p[i] = 1 / (1 + metal::precise::exp(-p[i]));
-    } else {
-      p[i] = p[i] == top ? 1 : metal::precise::exp(p[i] - top);
-      total += uint(i * 32) + lane < uint(E) ? p[i] : 0;
-    }
-  }
   if (ROUTER == SOFTMAX) {
-    total = simd_sum(total);
+    // The largest terms are exactly 1. Counted apart and the others added in pairs, no small term is lost beside a large.
+    float part[SLOTS];
+    uint ones = 0;
+    for (int i = 0; i < SLOTS; i++) {
+      p[i] = metal::precise::exp(p[i] - top);
+      part[i] = p[i] < 1 ? p[i] : 0;
+      ones += p[i] == 1;
+    }
+    for (int step = 1; step < SLOTS; step *= 2) {
+      for (int i = 0; i + step < SLOTS; i += 2 * step) {
+        part[i] += part[i + step];
+      }
+    }
+    float total = simd_sum(part[0]) + simd_sum(ones);
     for (int i = 0; i < SLOTS; i++) {
       p[i] /= total;
+    }
+  } else {
+    for (int i = 0; i < SLOTS; i++) {
+      p[i] = 1 / (1 + metal::precise::exp(-p[i]));
     }
   }
 
@@ -61,20 +69,11 @@ METAL_FUNC Pick select_row(Logits logits, Resident resident, Table table, Bias b
   float added[SLOTS];
   for (int i = 0; i < SLOTS; i++) {
     uint e = i * 32 + lane;
-    added[i] = 0;
-    if (e < uint(E)) {
-      left |= 1u << i;
-      if (undecided) {
-        p[i] = 1.0f / E;
-      } else {
-        if (HAS_RESIDENCY) {
-          favoured |= uint(resident[e] != 0) << i;
-        }
-        if (HAS_BIAS) {
-          added[i] = bias[e];
-        }
-      }
-    }
+    bool exists = e < uint(E);
+    p[i] = silent ? 1.0f / E : p[i] < FLT_MIN ? 0 : p[i]; // some GPUs flush subnormal numbers, so all count as 0
+    left |= uint(exists) << i;
+    favoured |= uint(HAS_RESIDENCY && exists && !silent && resident[e] != 0) << i;
+    added[i] = HAS_BIAS && exists && !silent ? bias[e] : 0;
   }
 
   Pick pick = {0, 0};

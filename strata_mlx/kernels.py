@@ -202,7 +202,7 @@ def group_plan(
 
     Returns:
         uint32 arrays: experts ``[G]``, offsets ``[G]``, counts ``[G]`` with ``G = min(E, T * K)``; entries ``[T * K]``;
-        the number of groups ``[1]``. Groups past that number are empty: expert 0, offset ``T * K``, count 0.
+        the number of groups ``[]``. Groups past that number are empty: expert 0, offset ``T * K``, count 0.
 
     Raises:
         InputError: a size or an argument that the kernel does not take.
@@ -247,8 +247,10 @@ def route_fused(
     return ROUTE_FUSED.run(inputs, launch, build)
 
 
-_NOTHING = mx.zeros((1,), mx.uint8)  # stands in for an input that the kernel's constants switch off
-_NO_NUMBERS = mx.zeros((1,), mx.float32)
+# Stand in for inputs that a kernel's constants switch off. Made from values and not by an operation, which would belong
+# to the stream of the thread that made it.
+_NOTHING = mx.array([0], mx.uint8)
+_NO_NUMBERS = mx.array([0], mx.float32)
 
 
 def _route_arguments(
@@ -307,7 +309,7 @@ def _check_experts(experts: int, resident: mx.array | None) -> None:
 
 def _plan_shapes(experts: int, entries: int) -> tuple[tuple[int, ...], ...]:
     groups = min(experts, entries)
-    return ((groups,),) * 3 + ((entries,), (1,))
+    return ((groups,),) * 3 + ((entries,), ())
 
 
 @cache
@@ -317,4 +319,4 @@ def _scalar(value: float) -> mx.array:
 
 @cache
 def _head_rows(rows: int) -> mx.array:
-    return mx.zeros((rows,), mx.uint8)
+    return mx.array([0] * rows, mx.uint8)

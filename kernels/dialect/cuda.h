@@ -1,13 +1,12 @@
 // Metal's idiom for mx.fast.cuda_kernel. Threadgroups are whole simdgroups (a warp is one), and every lane takes part.
+// The address spaces device, constant and thread have no name here: as macros they would break __device__ itself.
 
 #define METAL_FUNC __device__ __forceinline__
-#define device
-#define constant
-#define thread
 #define threadgroup __shared__
 
-#ifndef INFINITY
-#define INFINITY __int_as_float(0x7f800000)
+#ifndef FLT_MAX
+#define FLT_MAX 3.402823466e+38f
+#define FLT_MIN 1.175494351e-38f
 #endif
 
 using uint = unsigned int;

@@ -1,5 +1,6 @@
 // Metal's idiom for the test host: tests/host/machine.h runs every thread, this header gives it Metal's names.
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -7,9 +8,6 @@
 #include "machine.h"
 
 #define METAL_FUNC inline
-#define device
-#define constant
-#define thread
 // One copy per threadgroup: threadgroups run one after the other, and the machine poisons this section before each.
 #define threadgroup static __attribute__((section("threadgroup")))
 

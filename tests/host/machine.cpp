@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include <signal.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -218,6 +219,41 @@ void poison_threadgroup_memory(unsigned char pattern) {
   }
 }
 
+#if !defined(__SANITIZE_ADDRESS__)
+// A wild access ends the launch with a message instead of the process. (The sanitiser has a better report.)
+class FaultTrap {
+ public:
+  FaultTrap() {
+    stack_t stack{};
+    stack.ss_sp = memory_;
+    stack.ss_size = sizeof memory_;
+    sigaltstack(&stack, &old_stack_);
+    struct sigaction action{};
+    action.sa_handler = [](int) {
+      self->current->state = State::Runnable;
+      set_failure("thread " + std::to_string(self->current->at.thread_index_in_threadgroup) +
+                  " touched memory that is not there");
+      _longjmp(self->home.jump, 1);
+    };
+    action.sa_flags = SA_ONSTACK | SA_NODEFER;
+    sigaction(SIGSEGV, &action, &old_segv_);
+    sigaction(SIGBUS, &action, &old_bus_);
+  }
+  ~FaultTrap() {
+    sigaction(SIGSEGV, &old_segv_, nullptr);
+    sigaction(SIGBUS, &old_bus_, nullptr);
+    sigaltstack(&old_stack_, nullptr);
+  }
+
+ private:
+  static inline unsigned char memory_[64 * 1024];
+  stack_t old_stack_{};
+  struct sigaction old_segv_{}, old_bus_{};
+};
+#else
+struct FaultTrap {};
+#endif
+
 uint32_t least(uint32_t a, uint32_t b) {
   return a < b ? a : b;
 }
@@ -334,6 +370,7 @@ extern "C" int run_kernel(
     order[i] = i;
     if (self->shuffled) std::swap(order[i], order[draw(i + 1)]);
   }
+  [[maybe_unused]] FaultTrap trap;
   for (uint32_t i : order) {
     run_threadgroup({i % groups.x, i / groups.x % groups.y, i / groups.x / groups.y}, groups, full);
     if (self->failure.empty()) continue;

@@ -1,6 +1,8 @@
 // A threadgroup on one CPU thread: every GPU thread is a fiber, barriers and collectives are where fibers change.
 //
 // What runs next is drawn from the launch's seed, so a kernel whose result depends on the order of its threads shows it.
+// Between two such places a thread is not interrupted; a race within one (each thread reads back what it just wrote to a
+// place that all write) stays hidden.
 // A wait that can never end (a barrier or a collective that not all threads reach) is an error that says who waits where.
 
 #pragma once

@@ -1,0 +1,443 @@
+"""Runs Metal kernel bodies on the CPU, thread by thread, with the interface of ``mx.fast.metal_kernel``.
+
+``host_kernel`` writes the function that MLX would generate around a body (same parameters, shapes, template constants),
+compiles it as C++ with ``kernels/dialect/host.h``, and runs every thread of every threadgroup as a fiber. See
+``machine.h`` for what counts as an error. Outputs are poisoned before a launch and guarded at both ends.
+"""
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from math import prod
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from strata_mlx.errors import Fault, StrataError
+
+HERE = Path(__file__).parent
+DIALECT = HERE.parents[1] / "kernels" / "dialect"
+
+# dtype name -> what MLX calls it in a signature, and how NumPy holds its bits
+TYPES: dict[str, tuple[str, Any]] = {
+    "bool": ("bool", np.bool_),
+    "uint8": ("uint8_t", np.uint8),
+    "uint16": ("uint16_t", np.uint16),
+    "uint32": ("uint32_t", np.uint32),
+    "uint64": ("uint64_t", np.uint64),
+    "int8": ("int8_t", np.int8),
+    "int16": ("int16_t", np.int16),
+    "int32": ("int32_t", np.int32),
+    "int64": ("int64_t", np.int64),
+    "float16": ("float16_t", np.float16),
+    "float32": ("float", np.float32),
+    "bfloat16": ("bfloat16_t", np.uint16),
+}
+
+ATTRIBUTES = {
+    "dispatch_simdgroups_per_threadgroup": "uint",
+    "dispatch_threads_per_threadgroup": "uint3",
+    "grid_origin": "uint3",
+    "grid_size": "uint3",
+    "simdgroup_index_in_threadgroup": "uint",
+    "simdgroups_per_threadgroup": "uint",
+    "thread_execution_width": "uint",
+    "thread_index_in_simdgroup": "uint",
+    "thread_index_in_threadgroup": "uint",
+    "thread_position_in_grid": "uint3",
+    "thread_position_in_threadgroup": "uint3",
+    "threadgroup_position_in_grid": "uint3",
+    "threadgroups_per_grid": "uint3",
+    "threads_per_grid": "uint3",
+    "threads_per_simdgroup": "uint",
+    "threads_per_threadgroup": "uint3",
+}
+
+FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden"]
+SANITIZE = ["-g1", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fsanitize-sections=threadgroup"]
+GUARD = 256  # bytes before and after each buffer
+CANARY = 0x5A
+
+Template = Sequence[tuple[str, Any]]
+Triple = tuple[int, int, int]
+
+
+class KernelError(StrataError):
+    """A kernel does not compile, or did what no kernel may do: the message names kernel, threadgroup and threads."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """An array in row-major order and its kernel type; ``bfloat16`` is held as uint16 bit patterns."""
+
+    data: NDArray[Any]
+    dtype: str
+
+
+def host_kernel(
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    source: str,
+    header: str = "",
+) -> Callable[..., list[Any]]:
+    """What ``mx.fast.metal_kernel`` returns, for the CPU.
+
+    The result is called with keywords ``inputs`` (mx.array, NumPy array, or a pair of uint16 bits and "bfloat16"),
+    ``template``, ``grid``, ``threadgroup``, ``output_shapes``, ``output_dtypes`` and optionally ``init_value``, ``seed``
+    (0: threads in ascending order) and ``sanitize`` (run under the address and undefined-behaviour sanitisers). It
+    returns mx.arrays when the first input is one, otherwise NumPy arrays.
+
+    Raises:
+        KernelError: the body does not compile, or a launch broke a rule of ``machine.h``.
+        Fault: there is no C++ compiler.
+    """
+    kernel = _Kernel(name, tuple(input_names), tuple(output_names), source, header)
+
+    def run(
+        *,
+        inputs: Sequence[Any],
+        grid: Triple,
+        threadgroup: Triple,
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[Any],
+        template: Template = (),
+        init_value: float | None = None,
+        seed: int = 0,
+        sanitize: bool = False,
+        **_ignored: Any,  # verbose, stream
+    ) -> list[Any]:
+        if len(inputs) != len(input_names) or not len(output_shapes) == len(output_dtypes) == len(output_names):
+            raise KernelError(
+                f"kernel {name}: takes {len(input_names)} inputs and {len(output_names)} outputs, "
+                f"got {len(inputs)} inputs, {len(output_shapes)} output shapes, {len(output_dtypes)} output dtypes"
+            )
+        ins = [_buffer(value) for value in inputs]
+        outs = [_poisoned(shape, dtype, init_value) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+        text = kernel.generate(ins, outs, template)
+        results = (_run_sanitized if sanitize else _run)(kernel, text, ins, outs, grid, threadgroup, seed)
+        as_mlx = len(inputs) > 0 and isinstance(inputs[0], mx.array)
+        return [_to_mlx(out) if as_mlx else out.data for out in results]
+
+    return run
+
+
+@dataclass(frozen=True)
+class HostBuild:
+    """A builder for ``strata_mlx.kernels``: runs there are with this seed, these sanitisers, these edits of the text.
+
+    An edit is (old, new); it is looked for in the header and in the body and must be found once. See ``mutate``.
+    """
+
+    seed: int = 0
+    sanitize: bool = False
+    edits: tuple[tuple[str, str], ...] = ()
+
+    def __call__(
+        self, name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, header: str = ""
+    ) -> Callable[..., list[Any]]:
+        for old, new in self.edits:
+            seam = "\0"
+            header, source = mutate(header + seam + source, old, new).split(seam)
+        kernel = host_kernel(name, input_names, output_names, source, header)
+        return partial(kernel, seed=self.seed, sanitize=self.sanitize)
+
+
+def together(calls: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Makes calls side by side, so that kernels are compiled on all cores; launches themselves take turns."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    name: str
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    source: str
+    header: str
+
+    def generate(self, inputs: Sequence[Buffer], outputs: Sequence[Buffer], template: Template) -> str:
+        """The C++ file: dialect, header, the kernel under MLX's signature, and the machine's way in."""
+        code = re.sub(r"//.*", "", f"{self.header}\n{self.source}")
+        if match := re.search(r"\bthreadgroup\s+[\w:]+\s*[*&]|\b(device|constant|thread)\s+\w", code):
+            raise KernelError(
+                f"kernel {self.name}: {match.group(0)!r}: the address space of a pointer is for a template parameter or "
+                "auto to find; CUDA has no such names, and there __shared__ declares memory only"
+            )
+        parameters, arguments = [], []
+        for i, (name, buffer) in enumerate(zip(self.input_names, inputs, strict=True)):
+            kind = TYPES[buffer.dtype][0]
+            pointer = f"static_cast<const {kind}*>(launch.buffers[{i}])"
+            if buffer.data.ndim == 0:
+                parameters.append(f"const {kind}& {name}")
+                arguments.append(f"*{pointer}")
+                continue
+            parameters.append(f"const {kind}* {name}")
+            arguments.append(pointer)
+            for suffix, declaration, argument in (
+                ("shape", "const int*", f"launch.shapes[{i}]"),
+                ("strides", "const int64_t*", f"launch.strides[{i}]"),
+                ("ndim", "const int&", f"launch.ndims[{i}]"),
+            ):
+                if f"{name}_{suffix}" in self.source:
+                    parameters.append(f"{declaration} {name}_{suffix}")
+                    arguments.append(argument)
+        for i, (name, buffer) in enumerate(zip(self.output_names, outputs, strict=True)):
+            kind = TYPES[buffer.dtype][0]
+            parameters.append(f"{kind}* {name}")
+            arguments.append(f"static_cast<{kind}*>(launch.buffers[{len(inputs) + i}])")
+        for attribute, kind in ATTRIBUTES.items():
+            if attribute in self.source:
+                parameters.append(f"{kind} {attribute}")
+                arguments.append(f"at.{attribute}")
+        return f"""#include "host.h"
+#line 1 "{self.name}.header"
+{self.header}
+#line 1 "{self.name}.signature"
+namespace {{
+{"".join(_constant(name, value) for name, value in template)}
+void kernel_body(
+  {(","+chr(10)+"  ").join(parameters)}) {{
+#line 1 "{self.name}.metal"
+{self.source}
+}}
+void run_thread(const machine::Launch& launch, const machine::Position& at) {{
+  (void)at;
+  kernel_body({", ".join(arguments)});
+}}
+}}
+extern "C" {{
+extern unsigned char __start_threadgroup[] __attribute__((weak, visibility("hidden")));
+extern unsigned char __stop_threadgroup[] __attribute__((weak, visibility("hidden")));
+__attribute__((visibility("default"))) extern const machine::Kernel strata_host_kernel = {{
+  "{self.name}", run_thread, __start_threadgroup, __stop_threadgroup}};
+}}
+"""
+
+
+def _constant(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"constexpr bool {name} = {str(value).lower()};\n"
+    if isinstance(value, int):
+        return f"constexpr int {name} = {value};\n"
+    return f"using {name} = {TYPES[_dtype_name(value)][0]};\n"
+
+
+def _dtype_name(dtype: Any) -> str:
+    name = str(dtype).removeprefix("mlx.core.").removesuffix("_") if isinstance(dtype, mx.Dtype) else dtype
+    name = name if isinstance(name, str) else np.dtype(name).name
+    if name not in TYPES:
+        raise KernelError(f"dtype {dtype!r} is not one of {', '.join(TYPES)}")
+    return name
+
+
+def _buffer(value: Any) -> Buffer:
+    if isinstance(value, mx.array):
+        name = _dtype_name(value.dtype)
+        return Buffer(np.array(value.view(mx.uint16) if name == "bfloat16" else value), name)
+    if isinstance(value, tuple):
+        bits, name = value
+        return Buffer(np.ascontiguousarray(bits, TYPES[name][1]).reshape(np.shape(bits)), name)
+    array = np.asarray(value)
+    return Buffer(np.ascontiguousarray(array).reshape(array.shape), _dtype_name(array.dtype))
+
+
+def _poisoned(shape: Sequence[int], dtype: Any, init_value: float | None) -> Buffer:
+    name = _dtype_name(dtype)
+    data = np.empty(tuple(shape), TYPES[name][1])
+    if init_value is not None:
+        data = np.array(mx.full(tuple(shape), init_value, getattr(mx, name + "_" * (name == "bool"))).view(mx.uint8))
+        return Buffer(data.view(TYPES[name][1]).reshape(tuple(shape)), name)
+    if name == "bfloat16":
+        data.fill(0x7FC1)
+    elif name.startswith("float"):
+        data.fill(np.nan)
+    else:
+        data.reshape(-1).view(np.uint8).fill(0xA5)
+    return Buffer(data, name)
+
+
+def _to_mlx(buffer: Buffer) -> mx.array:
+    return mx.array(buffer.data).view(mx.bfloat16) if buffer.dtype == "bfloat16" else mx.array(buffer.data)
+
+
+_turn = Lock()  # there is one machine in a process
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("seed", ctypes.c_int64),
+        ("grid", ctypes.c_uint32 * 3),
+        ("threadgroup", ctypes.c_uint32 * 3),
+        ("buffers", ctypes.POINTER(ctypes.c_void_p)),
+        ("shapes", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+        ("strides", ctypes.POINTER(ctypes.POINTER(ctypes.c_int64))),
+        ("ndims", ctypes.POINTER(ctypes.c_int32)),
+    )
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    return [prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
+def _run(
+    kernel: _Kernel,
+    text: str,
+    inputs: Sequence[Buffer],
+    outputs: Sequence[Buffer],
+    grid: Triple,
+    threadgroup: Triple,
+    seed: int,
+) -> Sequence[Buffer]:
+    machine, library = _load(_machine(), True), _load(_compile(kernel.name, text), False)
+    buffers = [*inputs, *outputs]
+    guarded = [np.full(buffer.data.nbytes + 2 * GUARD, CANARY, np.uint8) for buffer in buffers]
+    for memory, buffer in zip(guarded, buffers, strict=True):
+        memory[GUARD : GUARD + buffer.data.nbytes] = buffer.data.reshape(-1).view(np.uint8)
+    shapes = [(ctypes.c_int32 * b.data.ndim)(*b.data.shape) for b in inputs]
+    strides = [(ctypes.c_int64 * b.data.ndim)(*_strides(b.data.shape)) for b in inputs]
+    launch = _Launch(
+        seed,
+        (ctypes.c_uint32 * 3)(*grid),
+        (ctypes.c_uint32 * 3)(*threadgroup),
+        (ctypes.c_void_p * len(buffers))(*(memory.ctypes.data + GUARD for memory in guarded)),
+        (ctypes.POINTER(ctypes.c_int32) * len(inputs))(*(ctypes.cast(s, ctypes.POINTER(ctypes.c_int32)) for s in shapes)),
+        (ctypes.POINTER(ctypes.c_int64) * len(inputs))(*(ctypes.cast(s, ctypes.POINTER(ctypes.c_int64)) for s in strides)),
+        (ctypes.c_int32 * len(inputs))(*(b.data.ndim for b in inputs)),
+    )
+    error = ctypes.create_string_buffer(4096)
+    entry = ctypes.byref(ctypes.c_char.in_dll(library, "strata_host_kernel"))
+    with _turn:
+        failed = machine.run_kernel(entry, ctypes.byref(launch), error, ctypes.c_size_t(len(error)))
+    if failed:
+        raise KernelError(error.value.decode())
+    names = [*kernel.input_names, *kernel.output_names]
+    for name, memory in zip(names, guarded, strict=True):
+        for where, zone in (("before", memory[:GUARD]), ("after", memory[memory.size - GUARD :])):
+            if (zone != CANARY).any():
+                raise KernelError(f"kernel {kernel.name}: wrote {where} the bounds of {name}")
+    return [
+        Buffer(memory[GUARD : GUARD + out.data.nbytes].view(out.data.dtype).reshape(out.data.shape), out.dtype)
+        for memory, out in zip(guarded[len(inputs) :], outputs, strict=True)
+    ]
+
+
+def _run_sanitized(
+    kernel: _Kernel,
+    text: str,
+    inputs: Sequence[Buffer],
+    outputs: Sequence[Buffer],
+    grid: Triple,
+    threadgroup: Triple,
+    seed: int,
+) -> Sequence[Buffer]:
+    request = [struct.pack("=9q", seed, *grid, *threadgroup, len(inputs), len(outputs))]
+    for buffer in inputs:
+        shape = buffer.data.shape
+        request.append(struct.pack(f"=q{len(shape)}i{len(shape)}q", len(shape), *shape, *_strides(shape)))
+    for buffer in [*inputs, *outputs]:
+        request.append(struct.pack("=q", buffer.data.nbytes) + buffer.data.tobytes())
+    done = subprocess.run(
+        [_compile(kernel.name, text, sanitize=True)],
+        input=b"".join(request),
+        capture_output=True,
+        env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"},
+    )
+    if done.returncode:
+        raise KernelError(f"kernel {kernel.name}, sanitised: {done.stderr.decode(errors='replace').strip()}")
+    results, at = [], 0
+    for out in outputs:
+        data = np.frombuffer(done.stdout, out.data.dtype, out.data.size, at).reshape(out.data.shape)
+        results.append(Buffer(data.copy(), out.dtype))
+        at += out.data.nbytes
+    return results
+
+
+@cache
+def _load(path: Path, everywhere: bool) -> ctypes.CDLL:
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL if everywhere else ctypes.RTLD_LOCAL)
+
+
+@cache
+def _compiler() -> tuple[str, str]:
+    """The C++ compiler and what it says about its version."""
+    for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
+        if path := shutil.which(name):
+            return path, subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    raise Fault("the test host needs a C++ compiler and found none: install g++ or clang++, or set CXX")
+
+
+@cache
+def _build_folder() -> Path:
+    folder = Path(os.environ.get("STRATA_HOST_CACHE") or Path(tempfile.gettempdir()) / f"strata-host-{os.getuid()}")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
+
+
+@cache
+def _fixed_text() -> str:
+    return "".join(path.read_text() for path in [*sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp")), DIALECT / "host.h"])
+
+
+@cache
+def _machine() -> Path:
+    return _build("machine", "", [*FLAGS, "-fvisibility=default", "-shared", str(HERE / "machine.cpp")])
+
+
+@cache
+def _sanitized_machine() -> Path:
+    sources = [str(HERE / "machine.cpp"), str(HERE / "main.cpp")]
+    return _build("machine-sanitized", "", [*FLAGS, *SANITIZE, "-r", "-nostdlib", *sources])
+
+
+def _compile(name: str, text: str, sanitize: bool = False) -> Path:
+    if sanitize:
+        return _build(name, text, [*FLAGS, *SANITIZE, str(_sanitized_machine())])
+    return _build(name, text, [*FLAGS, "-shared"])
+
+
+def _build(name: str, text: str, arguments: list[str]) -> Path:
+    """Compiles ``text`` once per text, flags and compiler. Concurrent builds of one file agree by renaming."""
+    compiler, version = _compiler()
+    identity = "\0".join([version, *arguments, _fixed_text(), text])
+    built = _build_folder() / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
+    if built.exists():
+        return built
+    with tempfile.TemporaryDirectory(dir=_build_folder()) as scratch:
+        source = []
+        if text:
+            path = Path(scratch, "kernel.cpp")
+            path.write_text(text)
+            source = [str(path)]
+        made = Path(scratch, "built")
+        command = [compiler, *arguments, *source, f"-I{HERE}", f"-I{DIALECT}", "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise KernelError(f"kernel {name} does not compile:\n{done.stderr.replace(scratch, '').strip()}")
+        made.replace(built)
+    return built
+
+
+def mutate(text: str, old: str, new: str) -> str:
+    """``text`` with its one ``old`` replaced, so that a mutant cannot quietly become the original.
+
+    Raises:
+        ValueError: ``old`` is absent, occurs more than once, or equals ``new``.
+    """
+    if text.count(old) != 1 or old == new:
+        raise ValueError(f"expected exactly one {old!r} to replace, found {text.count(old)}")
+    return text.replace(old, new)
