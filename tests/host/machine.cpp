@@ -220,6 +220,55 @@ void poison_threadgroup_memory(unsigned char pattern) {
 }
 
 #if !defined(__SANITIZE_ADDRESS__)
+// A buffer in memory of its own. Writes a little outside show on the canaries; beyond them there is nothing for as far as
+// a 32-bit index reaches, so a wild access faults instead of spoiling the process.
+class Guarded {
+ public:
+  Guarded(void* original, size_t bytes, bool read_only) : original_(original), bytes_(bytes) {
+    pages_ = (bytes + 2 * CANARIES + 4095) / 4096 * 4096;
+    void* memory = mmap(nullptr, BEFORE + pages_ + AFTER, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+      std::perror("mmap");
+      std::abort();
+    }
+    region_ = static_cast<unsigned char*>(memory);
+    mprotect(region_ + BEFORE, pages_, PROT_READ | PROT_WRITE);
+    std::memset(region_ + BEFORE, CANARY, pages_);
+    std::memcpy(data(), original, bytes);
+    if (read_only) mprotect(region_ + BEFORE, pages_, PROT_READ);
+  }
+  Guarded(const Guarded&) = delete;
+  ~Guarded() {
+    munmap(region_, BEFORE + pages_ + AFTER);
+  }
+
+  unsigned char* data() const {
+    return region_ + BEFORE + CANARIES;
+  }
+  void copy_back() const {
+    std::memcpy(original_, data(), bytes_);
+  }
+  // Where a canary is dead: "before", "after", or null.
+  const char* trespass() const {
+    const unsigned char* begin = region_ + BEFORE;
+    for (const unsigned char* at = begin; at != begin + pages_; at++) {
+      if (at == data()) at += bytes_;
+      if (at != begin + pages_ && *at != CANARY) return at < data() ? "before" : "after";
+    }
+    return nullptr;
+  }
+
+ private:
+  static constexpr size_t BEFORE = size_t(1) << 33;
+  static constexpr size_t AFTER = size_t(1) << 35;
+  static constexpr size_t CANARIES = 256;
+  static constexpr unsigned char CANARY = 0x5a;
+
+  void* original_;
+  size_t bytes_, pages_;
+  unsigned char* region_;
+};
+
 // A wild access ends the launch with a message instead of the process. (The sanitiser has a better report.)
 class FaultTrap {
  public:
@@ -232,7 +281,7 @@ class FaultTrap {
     action.sa_handler = [](int) {
       self->current->state = State::Runnable;
       set_failure("thread " + std::to_string(self->current->at.thread_index_in_threadgroup) +
-                  " touched memory that is not there");
+                  " touched memory that is not there, or not its to write");
       _longjmp(self->home.jump, 1);
     };
     action.sa_flags = SA_ONSTACK | SA_NODEFER;
@@ -350,21 +399,15 @@ void threadgroup_barrier(Site site) {
 
 } // namespace machine
 
-extern "C" int run_kernel(
-    const machine::Kernel* kernel, const machine::Launch* launch, char* error, size_t error_bytes) {
-  using namespace machine;
-  static Machine instance;
-  self = &instance;
-  self->kernel = kernel;
-  self->launch = launch;
-  self->shuffled = launch->seed != 0;
-  self->random = 0x9e3779b97f4a7c15ULL * uint64_t(launch->seed) | 1;
-  self->failure.clear();
+namespace machine {
+namespace {
 
-  uint3 full = {least(launch->threadgroup[0], launch->grid[0]), least(launch->threadgroup[1], launch->grid[1]),
-                least(launch->threadgroup[2], launch->grid[2])};
-  uint3 groups = {(launch->grid[0] + full.x - 1) / full.x, (launch->grid[1] + full.y - 1) / full.y,
-                  (launch->grid[2] + full.z - 1) / full.z};
+// Whether all threadgroups came to their end.
+bool run_threadgroups(const Launch& launch) {
+  uint3 full = {least(launch.threadgroup[0], launch.grid[0]), least(launch.threadgroup[1], launch.grid[1]),
+                least(launch.threadgroup[2], launch.grid[2])};
+  uint3 groups = {(launch.grid[0] + full.x - 1) / full.x, (launch.grid[1] + full.y - 1) / full.y,
+                  (launch.grid[2] + full.z - 1) / full.z};
   std::vector<uint32_t> order(size_t(groups.x) * groups.y * groups.z);
   for (uint32_t i = 0; i < order.size(); i++) {
     order[i] = i;
@@ -374,9 +417,43 @@ extern "C" int run_kernel(
   for (uint32_t i : order) {
     run_threadgroup({i % groups.x, i / groups.x % groups.y, i / groups.x / groups.y}, groups, full);
     if (self->failure.empty()) continue;
-    std::snprintf(error, error_bytes, "%s", self->failure.c_str());
     for (auto& thread : self->threads) prepare(*thread); // some are in the middle of a kernel
-    return 1;
+    return false;
   }
-  return 0;
+  return true;
+}
+
+} // namespace
+} // namespace machine
+
+extern "C" int run_kernel(const machine::Kernel* kernel, machine::Launch* launch, char* error, size_t error_bytes) {
+  using namespace machine;
+  static Machine instance;
+  self = &instance;
+  self->kernel = kernel;
+  self->launch = launch;
+  self->shuffled = launch->seed != 0;
+  self->random = 0x9e3779b97f4a7c15ULL * uint64_t(launch->seed) | 1;
+  self->failure.clear();
+
+#if defined(__SANITIZE_ADDRESS__)
+  run_threadgroups(*launch);
+#else
+  std::vector<std::unique_ptr<Guarded>> guarded;
+  for (uint64_t i = 0; i < launch->buffer_count; i++) {
+    guarded.push_back(std::make_unique<Guarded>(launch->buffers[i], launch->bytes[i], i < launch->input_count));
+    launch->buffers[i] = guarded.back()->data();
+  }
+  if (run_threadgroups(*launch)) {
+    for (uint64_t i = launch->input_count; i < launch->buffer_count; i++) {
+      if (const char* where = guarded[i]->trespass()) {
+        self->failure = std::string("kernel ") + kernel->name + ": wrote " + where + " the bounds of " + launch->names[i];
+        break;
+      }
+      guarded[i]->copy_back();
+    }
+  }
+#endif
+  std::snprintf(error, error_bytes, "%s", self->failure.c_str());
+  return self->failure.empty() ? 0 : 1;
 }

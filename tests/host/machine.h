@@ -12,12 +12,17 @@
 
 namespace machine {
 
-// One launch as the Python side lays it out. Buffers are the inputs, then the outputs; shapes are the inputs'.
+// One launch as the Python side lays it out. Buffers (their names, their sizes) are the inputs, then the outputs; shapes
+// are the inputs'.
 struct Launch {
   int64_t seed;
   uint32_t grid[3]; // in threads, as Metal's dispatch_threads
   uint32_t threadgroup[3];
-  void* const* buffers;
+  void** buffers;
+  const char* const* names;
+  const uint64_t* bytes;
+  uint64_t input_count;
+  uint64_t buffer_count;
   const int32_t* const* shapes;
   const int64_t* const* strides;
   const int32_t* ndims;
@@ -154,4 +159,4 @@ void prefix_exclusive_sum(Lanes<T> lanes) {
 } // namespace machine
 
 // Returns 0, or 1 with a message in `error`.
-extern "C" int run_kernel(const machine::Kernel* kernel, const machine::Launch* launch, char* error, size_t error_bytes);
+extern "C" int run_kernel(const machine::Kernel* kernel, machine::Launch* launch, char* error, size_t error_bytes);

@@ -39,9 +39,9 @@ int main() {
     strides.push_back(read_list<int64_t>(ndim));
   }
   std::vector<void*> buffers;
-  std::vector<size_t> sizes;
+  std::vector<uint64_t> sizes;
   for (size_t i = 0; i < inputs + outputs; i++) {
-    sizes.push_back(size_t(read_list<int64_t>(1)[0]));
+    sizes.push_back(read_list<uint64_t>(1)[0]);
     buffers.push_back(std::malloc(sizes.back()));
     read(buffers.back(), sizes.back());
   }
@@ -56,6 +56,10 @@ int main() {
       {uint32_t(head[1]), uint32_t(head[2]), uint32_t(head[3])},
       {uint32_t(head[4]), uint32_t(head[5]), uint32_t(head[6])},
       buffers.data(),
+      nullptr,
+      sizes.data(),
+      inputs,
+      buffers.size(),
       shape_list.data(),
       stride_list.data(),
       ndims.data()};

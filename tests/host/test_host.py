@@ -263,6 +263,8 @@ def test_a_wild_access_is_an_error_and_not_the_end_of_the_process() -> None:
             "out[0] = deeper(0);",
             header="float deeper(volatile int i) { volatile float x[64]; x[0] = i; return i < 0 ? 0 : deeper(i + 1) + x[0]; }",
         )
+    with pytest.raises(KernelError, match="not its to write"):
+        launch("const_cast<float*>(a)[0] = out[0];", NUMBERS)
     np.testing.assert_array_equal(launch(REVERSE, NUMBERS), NUMBERS[::-1])
 
 

@@ -297,6 +297,42 @@ MUTANTS = [
 ]
 
 
+# Shapes: (E, K, T, the rest). Every E here and every remainder of E by 32 goes through the same text.
+SHAPES: list[tuple[int, int, int, dict[str, Any]]] = [
+    (1, 1, 1, {}),
+    (2, 2, 3, {"router": "sigmoid"}),
+    (7, 1, 1, {"norm_topk": False}),
+    (31, 10, 5, {"scale": 2.5}),
+    (32, 8, 7, {"norm_topk": False, "dtype": "bfloat16"}),
+    (33, 16, 2, {"router": "sigmoid", "norm_topk": False}),
+    (64, 6, 9, {"router": "sigmoid", "dtype": "float16"}),
+    (100, 10, 4, {"dtype": "float16"}),
+    (128, 8, 6, {"dtype": "bfloat16", "norm_topk": False}),
+    (255, 3, 3, {"router": "sigmoid", "dtype": "bfloat16", "scale": 2.5}),
+    (256, 10, 8, {}),
+    (512, 10, 8, {"norm_topk": False}),
+    (777, 16, 5, {}),
+    (1023, 4, 3, {"norm_topk": False}),
+    (1024, 16, 8, {}),
+]
+
+
+def shaped(index: int) -> Case:
+    experts, top_k, rows, settings = SHAPES[index]
+    if settings.get("router") == "sigmoid":
+        bias = np.random.default_rng(index).normal(size=experts) * 0.2
+        settings = settings | {"bias": bias.astype(np.float32)}
+    return random_case(index, rows, experts, top_k, **settings)
+
+
+def run_all(case: Case, build: kernels.Build = PLAIN) -> list[NDArray[Any]]:
+    """The outputs of select, plan, and where the window allows it of the fused kernel."""
+    selected = kernels.route_select(**case.arguments(), build=build)
+    planned = kernels.group_plan(selected[0], case.resident, expert_count=case.logits.shape[1], build=build)
+    fused = kernels.route_fused(**case.arguments(), build=build) if len(case.logits) <= 8 else []
+    return [np.array(x) for x in (*selected, *planned, *fused)]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     """Compiles everything side by side, whatever its outcome."""
@@ -309,6 +345,7 @@ def _compiled() -> None:
 
     together(
         [lambda c=check: attempt(c, PLAIN) for check in CHECKS]  # type: ignore[misc]
+        + [lambda i=i: run_all(replace(shaped(i), dtype="float32")) for i in range(len(SHAPES))]  # type: ignore[misc]
         + [lambda m=m: attempt(m[3], HostBuild(edits=((m[1], m[2]),))) for m in MUTANTS]  # type: ignore[misc]
     )
 
@@ -323,4 +360,101 @@ def test_kernels_pass(check: Callable[[HostBuild], None]) -> None:
 def test_mutants_are_killed(name: str, old: str, new: str, check: Callable[[HostBuild], None]) -> None:
     with pytest.raises((AssertionError, KernelError)) as death:
         check(HostBuild(edits=((old, new),)))
-    assert "does not compile" not in str(death.value), name
+    assert "does not compile" not in str(death.value), f"{name}: {death.value}"
+
+
+@pytest.mark.parametrize("index", range(len(SHAPES)), ids=lambda i: "-".join(map(str, SHAPES[i][:3])))
+def test_any_shape_router_and_type(index: int) -> None:
+    case = shaped(index)
+    outputs = run_all(case)
+    ids, weights = outputs[:2]
+    assert_routed(case, ids, weights)
+    assert_planned(ids, case.resident, case.logits.shape[1], outputs[2:7])
+    for fused, apart in zip(outputs[7:], outputs[:7], strict=False):
+        np.testing.assert_array_equal(fused, apart)
+    for again, first in zip(run_all(case, HostBuild(seed=index + 1)), outputs, strict=True):
+        np.testing.assert_array_equal(again, first)
+
+
+def test_many_rows_stay_within_the_tolerance() -> None:
+    """Rows whose sums are hard in float32: one large term and many small ones, several large ones."""
+    rng = np.random.default_rng(5)
+    base = shaped(11)  # 512 experts, weights not renormalised
+    logits = np.concatenate(
+        [
+            np.where(np.arange(512) == 77, 0, -16.7) + rng.normal(size=(40, 512)) * 0.1,
+            rng.normal(size=(200, 512)) * rng.choice([0.1, 1, 10, 40], (200, 1)),
+            np.where(np.arange(512) < 3, 0, -17) + rng.normal(size=(40, 512)) * 0.01,
+        ]
+    ).astype(np.float32)
+    case = replace(base, logits=logits, row_kind=(np.arange(len(logits)) % 2).astype(np.uint8))
+    for settings in ({}, {"norm_topk": True}):
+        again = replace(case, **settings)  # type: ignore[arg-type]
+        assert_routed(again, *select(again))
+
+
+@pytest.mark.parametrize("index", [5, 6])
+def test_the_sanitisers_find_nothing(index: int) -> None:
+    for sanitized, plain in zip(run_all(shaped(index), HostBuild(3, sanitize=True)), run_all(shaped(index)), strict=True):
+        np.testing.assert_array_equal(sanitized, plain)
+
+
+@pytest.mark.parametrize("rows, split, known", [(1, True, True), (300, True, True), (70, False, True), (70, True, False)])
+def test_the_plan_takes_any_window(rows: int, split: bool, known: bool) -> None:
+    rng = np.random.default_rng(rows)
+    ids = rng.integers(0, 40, (rows, 6)).astype(np.uint32)  # an expert may even come twice in a row
+    resident = rng.random(40) < 0.5 if known else None
+    plan = kernels.group_plan(ids, resident, expert_count=40, split=split, build=PLAIN)
+    assert_planned(ids, resident, 40, plan, split)
+
+
+def test_an_empty_window_has_an_empty_plan() -> None:
+    ids, weights = kernels.route_select(mx.zeros((0, 40)), None, None, None, top_k=6, build=PLAIN)
+    assert ids.shape == weights.shape == (0, 6)
+    plan = kernels.group_plan(ids, None, expert_count=40, build=PLAIN)
+    assert [x.size for x in plan] == [0, 0, 0, 0, 1]
+    assert plan[4].item() == 0
+
+
+def test_each_specialisation_has_a_name_of_its_own() -> None:
+    names: list[str] = []
+
+    def build(**kernel: Any) -> Any:
+        names.append(kernel["name"])
+        return lambda **launch: [np.zeros(shape) for shape in launch["output_shapes"]]
+
+    for case in (SOFTMAX, replace(SOFTMAX, dtype="float16"), replace(SOFTMAX, norm_topk=False), SIGMOID, shaped(2)):
+        for _ in range(2):
+            kernels.route_select(**case.arguments(), build=build)
+    assert len(names) == len(set(names)) == 5
+
+
+def test_without_a_gpu_the_default_builder_says_so() -> None:
+    if mx.metal.is_available() or mx.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(Fault, match="no GPU backend"):
+        kernels.route_select(**SOFTMAX.arguments())
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"top_k": 17}, "top_k is 17, expected 1..16"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"router": "relu"}, "router is 'relu', expected one of softmax, sigmoid"),
+        ({"tables": None}, "a residency map needs tables"),
+        ({"tables": np.ones((2, 2, 5), np.float32)}, "expected \\(2, 2, 6\\)"),
+        ({"resident": np.ones(41, bool)}, "residency map has shape"),
+        ({"bias": np.ones(41, np.float32)}, "bias has shape"),
+        ({"logits": np.zeros((6, 1025), np.float32)}, "1025 experts, the kernels take 1..1024"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        kernels.route_select(**{**SOFTMAX.arguments(), **change}, build=PLAIN)
+
+
+def test_the_fused_kernel_is_for_decode_windows() -> None:
+    case = random_case(0, 9, 40, 6)
+    with pytest.raises(InputError, match="9 rows, expected at most 8"):
+        kernels.route_fused(**case.arguments(), build=PLAIN)
