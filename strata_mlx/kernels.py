@@ -1,7 +1,7 @@
 """Loads ``kernels/*.metal`` and runs them: on Metal, on CUDA, or wherever a given builder takes them.
 
-A ``KernelSpec`` says how one kernel is launched, whatever runs it; tests and runtime share it. A builder has the
-interface of ``mx.fast.metal_kernel``.
+A ``KernelSpec`` is one kernel's interface and a ``Launch`` how it is launched, whatever runs it; tests and
+runtime share them. A builder has the interface of ``mx.fast.metal_kernel``.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 
@@ -27,7 +27,8 @@ ROUTERS = ("softmax", "sigmoid")  # in the order of enum Router in kernels/route
 Router = Literal["softmax", "sigmoid"]
 Triple = tuple[int, int, int]
 Constants = tuple[tuple[str, int | bool], ...]
-Build = Callable[..., Callable[..., list[mx.array]]]
+Kernel = Callable[..., list[mx.array]]
+Build = Callable[..., Kernel]
 
 
 def folder() -> Path:
@@ -38,7 +39,7 @@ def folder() -> Path:
 
 @cache
 def text(name: str) -> tuple[str, str]:
-    """The header and the body of kernel ``name``: its own ``#include`` lines are resolved into the header, each once."""
+    """The header and the body of kernel ``name``; the files that it includes, each once, are the header."""
     headers: dict[str, str] = {}
     body = _resolve(f"{name}.metal", headers)
     return "".join(headers.values()), body
@@ -85,7 +86,7 @@ class KernelSpec:
         dtypes = [dtype for _, dtype in self.outputs]
         if 0 in launch.grid:
             return [mx.zeros(shape, dtype) for shape, dtype in zip(launch.output_shapes, dtypes, strict=True)]
-        # Metal binds an input of fewer than 8 elements otherwise, so its smallness is part of a specialisation.
+        # Metal binds inputs of fewer than 8 elements otherwise, so smallness is part of a specialisation.
         kinds = tuple((x.dtype, x.size < 8) for x in inputs)
         kernel = _built(self, launch.constants, kinds, build or default_build())
         return kernel(
@@ -101,7 +102,7 @@ class KernelSpec:
 @cache
 def _built(
     spec: KernelSpec, constants: Constants, kinds: tuple[tuple[Any, bool], ...], build: Build
-) -> Callable[..., list[mx.array]]:
+) -> Kernel:
     header, body = text(spec.name)
     # MLX caches compiled kernels by name, and not every version adds all of this to it.
     identity = hashlib.sha256(repr((constants, kinds, header, body)).encode()).hexdigest()[:16]
@@ -114,15 +115,15 @@ def _built(
     )
 
 
-def build_metal(**kernel: Any) -> Callable[..., list[mx.array]]:
+def build_metal(**kernel: Any) -> Kernel:
     """Builds for Apple GPUs."""
-    return mx.fast.metal_kernel(**kernel)  # type: ignore[no-any-return]
+    return cast(Kernel, mx.fast.metal_kernel(**kernel))
 
 
-def build_cuda(*, header: str, **kernel: Any) -> Callable[..., list[mx.array]]:
+def build_cuda(*, header: str, **kernel: Any) -> Kernel:
     """Builds for NVIDIA GPUs: the same text, after the header that defines Metal's idiom."""
     dialect = (folder() / "dialect" / "cuda.h").read_text()
-    return mx.fast.cuda_kernel(header=f'#line 1 "cuda.h"\n{dialect}\n{header}', **kernel)  # type: ignore[no-any-return]
+    return cast(Kernel, mx.fast.cuda_kernel(header=f'#line 1 "cuda.h"\n{dialect}\n{header}', **kernel))
 
 
 @cache
@@ -136,7 +137,9 @@ def default_build() -> Build:
         return build_metal
     if mx.cuda.is_available():
         return build_cuda
-    raise Fault("MLX has no GPU backend here, so kernels cannot run: use the op path (strata_mlx.routing.select)")
+    raise Fault(
+        "MLX has no GPU backend here, so kernels cannot run: use the op path (strata_mlx.routing.select)"
+    )
 
 
 _ROUTE_INPUTS = ("logits", "resident", "tables", "row_kind", "bias", "scale")
@@ -183,13 +186,20 @@ def route_select(
         Fault: there is no GPU and no builder.
     """
     rows = logits.shape[0]
-    inputs, constants = _route_arguments(logits, resident, tables, row_kind, top_k, router, norm_topk, bias, scale)
+    inputs, constants = _route_arguments(
+        logits, resident, tables, row_kind, top_k, router, norm_topk, bias, scale
+    )
     launch = Launch(constants, (SIMD * rows, 1, 1), (SIMD, 1, 1), ((rows, top_k),) * 2)
     return ROUTE_SELECT.run(inputs, launch, build)
 
 
 def group_plan(
-    ids: mx.array, resident: mx.array | None, *, expert_count: int, split: bool = True, build: Build | None = None
+    ids: mx.array,
+    resident: mx.array | None,
+    *,
+    expert_count: int,
+    split: bool = True,
+    build: Build | None = None,
 ) -> list[mx.array]:
     """The entries of a window (entry ``token * K + rank``) grouped by expert.
 
@@ -201,8 +211,8 @@ def group_plan(
         build: as for ``route_select``.
 
     Returns:
-        uint32 arrays: experts ``[G]``, offsets ``[G]``, counts ``[G]`` with ``G = min(E, T * K)``; entries ``[T * K]``;
-        the number of groups ``[]``. Groups past that number are empty: expert 0, offset ``T * K``, count 0.
+        uint32 arrays: experts, offsets and counts, each ``[G]`` with ``G = min(E, T * K)``; entries
+        ``[T * K]``; the number of groups ``[]``. Groups past it are empty: expert 0, offset ``T * K``, count 0.
 
     Raises:
         InputError: a size or an argument that the kernel does not take.
@@ -231,7 +241,7 @@ def route_fused(
     split: bool = True,
     build: Build | None = None,
 ) -> list[mx.array]:
-    """``route_select`` and ``group_plan`` of a decode window (T up to 8) in one launch: their outputs, in that order.
+    """``route_select`` and ``group_plan`` of a decode window (T up to 8) in one launch: the outputs of both.
 
     Raises:
         InputError: a size or an argument that the kernel does not take.
@@ -239,16 +249,20 @@ def route_fused(
     """
     rows, experts = logits.shape
     if rows > MAX_FUSED_ROWS:
-        raise InputError(f"route_fused: {rows} rows, expected at most {MAX_FUSED_ROWS}; use route_select and group_plan")
-    inputs, constants = _route_arguments(logits, resident, tables, row_kind, top_k, router, norm_topk, bias, scale)
+        raise InputError(
+            f"route_fused: {rows} rows, expected at most {MAX_FUSED_ROWS}; use route_select and group_plan"
+        )
+    inputs, constants = _route_arguments(
+        logits, resident, tables, row_kind, top_k, router, norm_topk, bias, scale
+    )
     constants = (("T", rows), ("SPLIT", split and resident is not None), *constants)
     shapes = ((rows, top_k),) * 2 + _plan_shapes(experts, rows * top_k)
     launch = Launch(constants, (SIMD * rows, 1, 1), (SIMD * rows, 1, 1), shapes)
     return ROUTE_FUSED.run(inputs, launch, build)
 
 
-# Stand in for inputs that a kernel's constants switch off. Made from values and not by an operation, which would belong
-# to the stream of the thread that made it.
+# Stand in for inputs that a kernel's constants switch off. Made from values and not by an operation, which
+# would belong to the stream of the thread that made it.
 _NOTHING = mx.array([0], mx.uint8)
 _NO_NUMBERS = mx.array([0], mx.float32)
 

@@ -1,8 +1,8 @@
 """Runs Metal kernel bodies on the CPU, thread by thread, with the interface of ``mx.fast.metal_kernel``.
 
-``host_kernel`` writes the function that MLX would generate around a body (same parameters, shapes, template constants),
-compiles it as C++ with ``kernels/dialect/host.h``, and runs every thread of every threadgroup as a fiber. See
-``machine.h`` for what counts as an error. Outputs are poisoned before a launch and guarded at both ends.
+``host_kernel`` writes the function that MLX would generate around a body (same parameters, shapes, constants
+of the template), compiles it as C++ with ``kernels/dialect/host.h``, and runs every thread as a fiber. See
+``machine.h`` for what counts as an error. Outputs are poisoned before a launch.
 """
 
 import ctypes
@@ -66,15 +66,29 @@ ATTRIBUTES = {
     "threads_per_threadgroup": "uint3",
 }
 
-FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fno-strict-aliasing", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden"]
-SANITIZE = ["-g1", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fsanitize-sections=threadgroup"]
+FLAGS = [
+    "-std=c++17",
+    "-O2",
+    "-fPIC",
+    "-fno-strict-aliasing",
+    "-fno-math-errno",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+]
+SANITIZE = [
+    "-g1",
+    "-O1",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-fsanitize-sections=threadgroup",
+]
 
 Template = Sequence[tuple[str, Any]]
 Triple = tuple[int, int, int]
 
 
 class KernelError(StrataError):
-    """A kernel does not compile, or did what no kernel may do: the message names kernel, threadgroup and threads."""
+    """A kernel does not compile, or did what none may do; the message names kernel and threads."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +108,10 @@ def host_kernel(
 ) -> Callable[..., list[Any]]:
     """What ``mx.fast.metal_kernel`` returns, for the CPU.
 
-    The result is called with keywords ``inputs`` (mx.array, NumPy array, or a pair of uint16 bits and "bfloat16"),
-    ``template``, ``grid``, ``threadgroup``, ``output_shapes``, ``output_dtypes`` and optionally ``init_value``, ``seed``
-    (0: threads in ascending order) and ``sanitize`` (run under the address and undefined-behaviour sanitisers). It
-    returns mx.arrays when the first input is one, otherwise NumPy arrays.
+    The result is called with keywords ``inputs`` (mx.array, NumPy array, or a pair of uint16 bits and
+    "bfloat16"), ``template``, ``grid``, ``threadgroup``, ``output_shapes``, ``output_dtypes`` and optionally
+    ``init_value``, ``seed`` (0: threads in ascending order) and ``sanitize`` (run under the address and
+    undefined-behaviour sanitisers). It returns mx.arrays when the first input is one, otherwise NumPy arrays.
 
     Raises:
         KernelError: the body does not compile, or a launch broke a rule of ``machine.h``.
@@ -118,13 +132,18 @@ def host_kernel(
         sanitize: bool = False,
         **_ignored: Any,  # verbose, stream
     ) -> list[Any]:
-        if len(inputs) != len(input_names) or not len(output_shapes) == len(output_dtypes) == len(output_names):
+        if len(inputs) != len(input_names) or not len(output_shapes) == len(output_dtypes) == len(
+            output_names
+        ):
             raise KernelError(
                 f"kernel {name}: takes {len(input_names)} inputs and {len(output_names)} outputs, "
-                f"got {len(inputs)} inputs, {len(output_shapes)} output shapes, {len(output_dtypes)} output dtypes"
+                f"got {len(inputs)} inputs, {len(output_shapes)} output shapes, {len(output_dtypes)} dtypes"
             )
         ins = [_buffer(value) for value in inputs]
-        outs = [_poisoned(shape, dtype, init_value) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+        outs = [
+            _poisoned(shape, dtype, init_value)
+            for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+        ]
         text = kernel.generate(ins, outs, template)
         results = (_run_sanitized if sanitize else _run)(kernel, text, ins, outs, grid, threadgroup, seed)
         as_mlx = len(inputs) > 0 and isinstance(inputs[0], mx.array)
@@ -135,9 +154,9 @@ def host_kernel(
 
 @dataclass(frozen=True)
 class HostBuild:
-    """A builder for ``strata_mlx.kernels``: runs there are with this seed, these sanitisers, these edits of the text.
+    """A builder for ``strata_mlx.kernels``: what it builds runs with this seed and edits, sanitised or not.
 
-    An edit is (old, new); it is looked for in the header and in the body and must be found once. See ``mutate``.
+    An edit is a pair (old, new); header and body together must hold the old text once. See ``mutate``.
     """
 
     seed: int = 0
@@ -145,7 +164,12 @@ class HostBuild:
     edits: tuple[tuple[str, str], ...] = ()
 
     def __call__(
-        self, name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, header: str = ""
+        self,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str = "",
     ) -> Callable[..., list[Any]]:
         for old, new in self.edits:
             seam = "\0"
@@ -173,8 +197,8 @@ class _Kernel:
         code = re.sub(r"//.*", "", f"{self.header}\n{self.source}")
         if match := re.search(r"\bthreadgroup\s+[\w:]+\s*[*&]|\b(device|constant|thread)\s+\w", code):
             raise KernelError(
-                f"kernel {self.name}: {match.group(0)!r}: the address space of a pointer is for a template parameter or "
-                "auto to find; CUDA has no such names, and there __shared__ declares memory only"
+                f"kernel {self.name}: {match.group(0)!r}: the address space of a pointer is for a template "
+                "parameter or auto to find; CUDA has no such names, and there __shared__ declares memory only"
             )
         parameters, arguments = [], []
         for i, (name, buffer) in enumerate(zip(self.input_names, inputs, strict=True)):
@@ -209,7 +233,7 @@ class _Kernel:
 namespace {{
 {"".join(_constant(name, value) for name, value in template)}
 void kernel_body(
-  {(","+chr(10)+"  ").join(parameters)}) {{
+  {("," + chr(10) + "  ").join(parameters)}) {{
 #line 1 "{self.name}.metal"
 {self.source}
 }}
@@ -258,7 +282,9 @@ def _poisoned(shape: Sequence[int], dtype: Any, init_value: float | None) -> Buf
     name = _dtype_name(dtype)
     data = np.empty(tuple(shape), TYPES[name][1])
     if init_value is not None:
-        data = np.array(mx.full(tuple(shape), init_value, getattr(mx, name + "_" * (name == "bool"))).view(mx.uint8))
+        data = np.array(
+            mx.full(tuple(shape), init_value, getattr(mx, name + "_" * (name == "bool"))).view(mx.uint8)
+        )
         return Buffer(data.view(TYPES[name][1]).reshape(tuple(shape)), name)
     if name == "bfloat16":
         data.fill(0x7FC1)
@@ -319,8 +345,12 @@ def _run(
         (ctypes.c_uint64 * len(buffers))(*(buffer.data.nbytes for buffer in buffers)),
         len(inputs),
         len(buffers),
-        (ctypes.POINTER(ctypes.c_int32) * len(inputs))(*(ctypes.cast(s, ctypes.POINTER(ctypes.c_int32)) for s in shapes)),
-        (ctypes.POINTER(ctypes.c_int64) * len(inputs))(*(ctypes.cast(s, ctypes.POINTER(ctypes.c_int64)) for s in strides)),
+        (ctypes.POINTER(ctypes.c_int32) * len(inputs))(
+            *(ctypes.cast(s, ctypes.POINTER(ctypes.c_int32)) for s in shapes)
+        ),
+        (ctypes.POINTER(ctypes.c_int64) * len(inputs))(
+            *(ctypes.cast(s, ctypes.POINTER(ctypes.c_int64)) for s in strides)
+        ),
         (ctypes.c_int32 * len(inputs))(*(b.data.ndim for b in inputs)),
     )
     error = ctypes.create_string_buffer(4096)
@@ -373,20 +403,27 @@ def _compiler() -> tuple[str, str]:
     """The C++ compiler and what it says about its version."""
     for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
         if path := shutil.which(name):
-            return path, subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+            return path, subprocess.run(
+                [path, "--version"], capture_output=True, text=True, check=True
+            ).stdout
     raise Fault("the test host needs a C++ compiler and found none: install g++ or clang++, or set CXX")
 
 
 @cache
 def _build_folder() -> Path:
-    folder = Path(os.environ.get("STRATA_HOST_CACHE") or Path(tempfile.gettempdir()) / f"strata-host-{os.getuid()}")
+    folder = Path(
+        os.environ.get("STRATA_HOST_CACHE") or Path(tempfile.gettempdir()) / f"strata-host-{os.getuid()}"
+    )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
 
 
 @cache
 def _fixed_text() -> str:
-    return "".join(path.read_text() for path in [*sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp")), DIALECT / "host.h"])
+    return "".join(
+        path.read_text()
+        for path in [*sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp")), DIALECT / "host.h"]
+    )
 
 
 @cache
@@ -407,7 +444,7 @@ def _compile(name: str, text: str, sanitize: bool = False) -> Path:
 
 
 def _build(name: str, text: str, arguments: list[str]) -> Path:
-    """Compiles ``text`` once per text, flags and compiler. Concurrent builds of one file agree by renaming."""
+    """Compiles ``text``, once per text, flags and compiler; builders at the same time agree by renaming."""
     compiler, version = _compiler()
     identity = "\0".join([version, *arguments, _fixed_text(), text])
     built = _build_folder() / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"

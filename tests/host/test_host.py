@@ -27,11 +27,10 @@ def launch(
 ) -> Any:
     """Runs a body with inputs a, b, ... and one output ``out``."""
     kernel = host_kernel(name, [chr(97 + i) for i in range(len(inputs))], ["out"], body, header)
-    as_triple = lambda size: (size, 1, 1) if isinstance(size, int) else size  # noqa: E731
     (out,) = kernel(
         inputs=inputs,
-        grid=as_triple(grid),
-        threadgroup=as_triple(threadgroup),
+        grid=(grid, 1, 1) if isinstance(grid, int) else grid,
+        threadgroup=(threadgroup, 1, 1) if isinstance(threadgroup, int) else threadgroup,
         output_shapes=[shape],
         output_dtypes=[dtype],
         **options,
@@ -69,7 +68,9 @@ def test_a_simdgroup_that_shares_memory_needs_a_barrier_too() -> None:
     """
     ordered = mutate(body, "    out[", "    simdgroup_barrier(mem_flags::mem_threadgroup);\n    out[")
     for seed in range(4):
-        racing, right = (launch(text, seed=seed, grid=32, shape=(32,), dtype=np.uint32) for text in (body, ordered))
+        racing, right = (
+            launch(text, seed=seed, grid=32, shape=(32,), dtype=np.uint32) for text in (body, ordered)
+        )
         np.testing.assert_array_equal(right, (np.arange(32) + 1) % 32)
         assert not np.array_equal(racing, right)
 
@@ -142,21 +143,31 @@ def test_collectives_take_in_the_lanes_that_are_left() -> None:
 
 def test_float_sums_do_not_depend_on_the_order_of_arrival() -> None:
     values = np.random.default_rng(1).normal(size=64).astype(np.float32)
-    results = {launch("out[thread_index_in_threadgroup] = simd_sum(a[thread_index_in_threadgroup]);", values, seed=s).tobytes() for s in range(8)}
+    results = {
+        launch(
+            "out[thread_index_in_threadgroup] = simd_sum(a[thread_index_in_threadgroup]);", values, seed=s
+        ).tobytes()
+        for s in range(8)
+    }
     assert len(results) == 1
 
 
-@pytest.mark.parametrize("grid, threadgroup", [((70, 1, 1), (32, 1, 1)), ((5, 7, 3), (2, 4, 2)), ((3, 3, 1), (64, 64, 1))])
+@pytest.mark.parametrize(
+    ("grid", "threadgroup"), [((70, 1, 1), (32, 1, 1)), ((5, 7, 3), (2, 4, 2)), ((3, 3, 1), (64, 64, 1))]
+)
 def test_every_thread_of_any_grid_runs_once(grid: Triple, threadgroup: Triple) -> None:
     body = """
     uint3 at = thread_position_in_grid;
     uint i = at.x + threads_per_grid.x * (at.y + threads_per_grid.y * at.z);
     out[i * 2] += 1;
-    out[i * 2 + 1] = threadgroup_position_in_grid.x * 100 + thread_position_in_threadgroup.x * 10 + threads_per_threadgroup.x;
+    uint place = threadgroup_position_in_grid.x * 10 + thread_position_in_threadgroup.x;
+    out[i * 2 + 1] = place * 10 + threads_per_threadgroup.x;
     """
     for seed in (0, 3):
         shape = (*grid[::-1], 2)
-        got = launch(body, grid=grid, threadgroup=threadgroup, shape=shape, dtype=np.int32, init_value=0, seed=seed)
+        got = launch(
+            body, grid=grid, threadgroup=threadgroup, shape=shape, dtype=np.int32, init_value=0, seed=seed
+        )
         assert (got[..., 0] == 1).all()
         x, size = np.arange(grid[0]), min(threadgroup[0], grid[0])
         expected = x // size * 100 + x % size * 10 + np.minimum(size, grid[0] - x // size * size)
@@ -164,7 +175,7 @@ def test_every_thread_of_any_grid_runs_once(grid: Triple, threadgroup: Triple) -
 
 
 def test_the_signature_is_mlxs() -> None:
-    # Shapes, strides and ndim on demand; 0-dimensional inputs by reference; constants and types of the template.
+    # Shapes, strides and ndim on demand; 0-dimensional inputs by reference; constants and types as given.
     body = """
     out[0] = a_shape[0]; out[1] = a_shape[1]; out[2] = a_strides[0]; out[3] = a_ndim;
     out[4] = b + N; out[5] = FLAG ? c[0] : 0; out[6] = sizeof(W);
@@ -185,7 +196,9 @@ def test_mlx_arrays_go_in_and_out_in_every_type(dtype: mx.Dtype) -> None:
 
 
 def test_bfloat16_rounds_to_nearest_even_as_mlx_does() -> None:
-    values = mx.array(np.random.default_rng(2).normal(size=61).tolist() + [float("nan"), float("inf"), 3.4e38])
+    values = mx.array(
+        [*np.random.default_rng(2).normal(size=61).tolist(), float("nan"), float("inf"), 3.4e38]
+    )
     got = launch("uint i = thread_position_in_grid.x; out[i] = a[i];", values, dtype=mx.bfloat16)
     assert mx.array_equal(got, values.astype(mx.bfloat16), equal_nan=True)
     (bits,) = host_kernel("bits", ["a"], ["out"], "out[0] = a[0];")(
@@ -222,7 +235,7 @@ BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 
 
 @pytest.mark.parametrize(
-    "body, message",
+    ("body", "message"),
     [
         (
             f"if (thread_index_in_threadgroup < 32) {{ {BARRIER} }}",
@@ -230,13 +243,25 @@ BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
         ),
         (
             f"if (thread_index_in_threadgroup == 7) {{ return; }}\n{BARRIER}",
-            "threads 0..6 wait at threadgroup_barrier (probe.metal:2), thread 7 has returned, threads 8..63 wait",
+            "threads 0..6 wait at threadgroup_barrier (probe.metal:2), thread 7 has returned, threads 8..63",
         ),
-        (f"if (thread_index_in_threadgroup < 32) {{\n{BARRIER}\n}} else {{\n{BARRIER}\n}}", "at different barriers"),
+        (
+            f"if (thread_index_in_threadgroup < 32) {{\n{BARRIER}\n}} else {{\n{BARRIER}\n}}",
+            "at different barriers",
+        ),
         (f"if (thread_index_in_threadgroup % 32 < 9) {{ simd_sum(1); }}\n{BARRIER}", "never come"),
-        ("if (thread_index_in_threadgroup % 32 < 9) {\nsimd_sum(1);\n} else {\nsimd_sum(1);\n}", "at different places"),
-        ("if (thread_index_in_threadgroup % 2) {\nsimd_sum(1);\n} else {\nsimd_max(1);\n}", "at different places"),
-        ("if (thread_index_in_threadgroup > 40) { return; }\nsimd_broadcast(1, 20);", "a lane that takes no part"),
+        (
+            "if (thread_index_in_threadgroup % 32 < 9) {\nsimd_sum(1);\n} else {\nsimd_sum(1);\n}",
+            "at different places",
+        ),
+        (
+            "if (thread_index_in_threadgroup % 2) {\nsimd_sum(1);\n} else {\nsimd_max(1);\n}",
+            "at different places",
+        ),
+        (
+            "if (thread_index_in_threadgroup > 40) { return; }\nsimd_broadcast(1, 20);",
+            "a lane that takes no part",
+        ),
     ],
 )
 def test_divergence_is_an_error_that_says_who_waits_where(body: str, message: str) -> None:
@@ -249,31 +274,40 @@ def test_divergence_is_an_error_that_says_who_waits_where(body: str, message: st
         np.testing.assert_array_equal(launch(REVERSE, NUMBERS), NUMBERS[::-1])  # the host is as good as new
 
 
-@pytest.mark.parametrize("index, where", [("64", "after"), ("-1", "before")])
+@pytest.mark.parametrize(("index", "where"), [("64", "after"), ("-1", "before")])
 def test_a_write_outside_an_output_is_caught_by_the_guards(index: str, where: str) -> None:
     with pytest.raises(KernelError, match=f"kernel probe: wrote {where} the bounds of out"):
         launch(f"out[{index}] = 0;", grid=1, threadgroup=1)
 
 
 def test_a_wild_access_is_an_error_and_not_the_end_of_the_process() -> None:
-    with pytest.raises(KernelError, match="kernel probe, threadgroup .* thread 3 touched memory that is not there"):
+    with pytest.raises(KernelError, match=r"kernel probe, .*: thread 3 touched memory that is not there"):
         launch("if (thread_index_in_threadgroup == 3) { out[size_t(1) << 44] = 0; }")
+    endless = """
+    float deeper(int i) {
+      volatile float x[64] = {};
+      return i < 0 ? 0 : deeper(i + 1) + x[i % 64];
+    }
+    """
     with pytest.raises(KernelError, match="touched memory that is not there"):
-        launch(
-            "out[0] = deeper(0);",
-            header="float deeper(volatile int i) { volatile float x[64]; x[0] = i; return i < 0 ? 0 : deeper(i + 1) + x[0]; }",
-        )
+        launch("out[0] = deeper(0);", header=endless)
     with pytest.raises(KernelError, match="not its to write"):
         launch("const_cast<float*>(a)[0] = out[0];", NUMBERS)
     np.testing.assert_array_equal(launch(REVERSE, NUMBERS), NUMBERS[::-1])
 
 
 @pytest.mark.parametrize(
-    "body, finding",
+    ("body", "finding"),
     [
         ("out[0] = a[64 + thread_index_in_threadgroup];", "heap-buffer-overflow"),
-        ("threadgroup float s[4]; s[thread_index_in_threadgroup] = 1; out[0] = s[0];", "out of bounds|overflow"),
-        ("int x = 0x7fffffff; x += thread_index_in_threadgroup + 1 > 0; x += int(a[1]); out[0] = x;", "signed integer overflow"),
+        (
+            "threadgroup float s[4]; s[thread_index_in_threadgroup] = 1; out[0] = s[0];",
+            "out of bounds|overflow",
+        ),
+        (
+            "int x = 0x7fffffff; x += thread_index_in_threadgroup + 1 > 0; x += int(a[1]); out[0] = x;",
+            "signed integer overflow",
+        ),
     ],
 )
 def test_the_sanitised_build_reports_what_guards_cannot_see(body: str, finding: str) -> None:
@@ -283,12 +317,14 @@ def test_the_sanitised_build_reports_what_guards_cannot_see(body: str, finding: 
 
 def test_the_sanitised_build_gives_the_same_results() -> None:
     np.testing.assert_array_equal(launch(REVERSE, NUMBERS, sanitize=True, seed=3), NUMBERS[::-1])
-    with pytest.raises(KernelError, match="threads 0..31 wait at threadgroup_barrier"):
+    with pytest.raises(KernelError, match=r"threads 0\.\.31 wait at threadgroup_barrier"):
         launch(f"if (thread_index_in_threadgroup < 32) {{ {BARRIER} }} (void)out;", sanitize=True)
 
 
 def test_a_compile_error_names_the_kernels_own_line() -> None:
-    with pytest.raises(KernelError, match=r"kernel typo does not compile:\n(.*\n)*typo\.metal:2:.*undeclared_name"):
+    with pytest.raises(
+        KernelError, match=r"kernel typo does not compile:\n(.*\n)*typo\.metal:2:.*undeclared_name"
+    ):
         launch("uint i = 0;\nout[i] = undeclared_name;", name="typo")
 
 
@@ -301,7 +337,9 @@ def test_text_that_only_metal_would_take_is_refused(declaration: str) -> None:
 def test_a_wrong_number_of_arrays_is_refused() -> None:
     kernel = host_kernel("one", ["a"], ["out"], "")
     with pytest.raises(KernelError, match="takes 1 inputs and 1 outputs, got 0 inputs"):
-        kernel(inputs=[], grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[(1,)], output_dtypes=[np.float32])
+        kernel(
+            inputs=[], grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[(1,)], output_dtypes=[np.float32]
+        )
 
 
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
