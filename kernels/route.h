@@ -14,13 +14,43 @@ METAL_FUNC uint order_key(float x) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
+// Of N_GROUP equal groups of experts, those TOPK_GROUP whose two best scores have the largest sums, as a bit each.
+template <int E, int N_GROUP, int TOPK_GROUP, typename Scores>
+METAL_FUNC uint best_groups(Scores p, Scores added, uint lane) {
+  constexpr int SIZE = E / N_GROUP;
+
+  float value = 0; // lane g holds the value of group g
+  for (uint g = 0; g < uint(N_GROUP); g++) {
+    float first = -INFINITY;
+    float second = -INFINITY;
+    for (int i = 0; i < (E + 31) / 32; i++) {
+      float score = (i * 32 + lane) / SIZE == g ? p[i] + added[i] : -INFINITY;
+      second = max(second, min(first, score));
+      first = max(first, score);
+    }
+    float best = simd_max(first);
+    uint holder = simd_min(first == best ? lane : 32u);
+    float next = simd_max(lane == holder ? second : first);
+    value = lane == g ? best + (SIZE > 1 ? next : 0) : value;
+  }
+
+  uint kept = 0;
+  for (int pick = 0; pick < TOPK_GROUP; pick++) {
+    uint key = lane < uint(N_GROUP) && !(kept >> lane & 1) ? order_key(value) : 0;
+    uint winner = simd_max(key);
+    kept |= 1u << simd_min(key == winner ? lane : 32u);
+  }
+  return kept;
+}
+
 // The K experts of one row: lane r < K returns the expert of rank r and its weight.
 //
 // `table` holds the row's K factors, then their K inverses. When rank r is picked, a resident's score is its probability
 // times factors[r]; its probability is recovered as that score times inverses[r]. The rule behind the numbers stands in
-// strata_mlx/routing/policy.py alone. A selection bias is added to scores for the choice and never reaches the weights.
+// strata_mlx/routing/policy.py alone. A selection bias is added to scores for the choice and never reaches the weights;
+// experts of groups that are left out come after all others. The router's own scores decide which groups those are.
 template <
-    int E, int K, int ROUTER, bool NORM, bool HAS_RESIDENCY, bool HAS_BIAS,
+    int E, int K, int ROUTER, bool NORM, bool HAS_RESIDENCY, bool HAS_BIAS, int N_GROUP, int TOPK_GROUP,
     typename Logits, typename Resident, typename Table, typename Bias>
 METAL_FUNC Pick select_row(Logits logits, Resident resident, Table table, Bias bias, float scale, uint lane) {
   constexpr int SLOTS = (E + 31) / 32;
@@ -75,6 +105,12 @@ METAL_FUNC Pick select_row(Logits logits, Resident resident, Table table, Bias b
     favoured |= uint(HAS_RESIDENCY && exists && !silent && resident[e] != 0) << i;
     added[i] = HAS_BIAS && exists && !silent ? bias[e] : 0;
   }
+  if (N_GROUP > 1 && !silent) {
+    uint kept = best_groups<E, N_GROUP, TOPK_GROUP>(p, added, lane);
+    for (int i = 0; i < SLOTS; i++) {
+      added[i] = kept >> (i * 32 + lane) / (E / N_GROUP) & 1 ? added[i] : -INFINITY;
+    }
+  }
 
   Pick pick = {0, 0};
   for (int rank = 0; rank < K; rank++) {
@@ -86,7 +122,7 @@ METAL_FUNC Pick select_row(Logits logits, Resident resident, Table table, Bias b
     float score = 0;
     for (int i = 0; i < SLOTS; i++) {
       float candidate = favoured >> i & 1 ? p[i] * factor : p[i];
-      uint key = order_key(HAS_BIAS ? candidate + added[i] : candidate);
+      uint key = order_key(HAS_BIAS || N_GROUP > 1 ? candidate + added[i] : candidate);
       if ((left >> i & 1) && key > best) { // strictly: the lowest id wins a tie
         best = key;
         slot = i;

@@ -6,7 +6,7 @@ threadgroup uint partial[4 * T];
 uint row = simdgroup_index_in_threadgroup;
 uint lane = thread_index_in_simdgroup;
 
-Pick pick = select_row<E, K, ROUTER, NORM, HAS_RESIDENCY, HAS_BIAS>(
+Pick pick = select_row<E, K, ROUTER, NORM, HAS_RESIDENCY, HAS_BIAS, N_GROUP, TOPK_GROUP>(
     logits + row * E, resident, tables + row_kind[row] * 2 * K, bias, scale[0], lane);
 
 if (lane < uint(K)) {

@@ -161,6 +161,8 @@ def route_select(
     router: Router = "softmax",
     norm_topk: bool = True,
     bias: mx.array | None = None,
+    n_group: int = 1,
+    topk_group: int = 1,
     scale: float = 1.0,
     build: Build | None = None,
 ) -> list[mx.array]:
@@ -175,6 +177,7 @@ def route_select(
         router: "softmax" or "sigmoid".
         norm_topk: divide the weights by their sum (or 2^-14 if that is larger).
         bias: float32 ``[E]``, added to the scores for the choice only.
+        n_group, topk_group: choose from the best ``topk_group`` of ``n_group`` (up to 32) equal groups.
         scale: multiplies the weights last.
         build: what builds the kernel; by default that of MLX's GPU backend.
 
@@ -187,7 +190,7 @@ def route_select(
     """
     rows = logits.shape[0]
     inputs, constants = _route_arguments(
-        logits, resident, tables, row_kind, top_k, router, norm_topk, bias, scale
+        logits, resident, tables, row_kind, top_k, router, norm_topk, bias, n_group, topk_group, scale
     )
     launch = Launch(constants, (SIMD * rows, 1, 1), (SIMD, 1, 1), ((rows, top_k),) * 2)
     return ROUTE_SELECT.run(inputs, launch, build)
@@ -212,7 +215,7 @@ def group_plan(
 
     Returns:
         uint32 arrays: experts, offsets and counts, each ``[G]`` with ``G = min(E, T * K)``; entries
-        ``[T * K]``; the number of groups ``[]``. Groups past it are empty: expert 0, offset ``T * K``, count 0.
+        ``[T * K]``; the number of groups ``[]``. The others are empty: expert 0, offset ``T * K``, count 0.
 
     Raises:
         InputError: a size or an argument that the kernel does not take.
@@ -237,6 +240,8 @@ def route_fused(
     router: Router = "softmax",
     norm_topk: bool = True,
     bias: mx.array | None = None,
+    n_group: int = 1,
+    topk_group: int = 1,
     scale: float = 1.0,
     split: bool = True,
     build: Build | None = None,
@@ -253,7 +258,7 @@ def route_fused(
             f"route_fused: {rows} rows, expected at most {MAX_FUSED_ROWS}; use route_select and group_plan"
         )
     inputs, constants = _route_arguments(
-        logits, resident, tables, row_kind, top_k, router, norm_topk, bias, scale
+        logits, resident, tables, row_kind, top_k, router, norm_topk, bias, n_group, topk_group, scale
     )
     constants = (("T", rows), ("SPLIT", split and resident is not None), *constants)
     shapes = ((rows, top_k),) * 2 + _plan_shapes(experts, rows * top_k)
@@ -276,6 +281,8 @@ def _route_arguments(
     router: Router,
     norm_topk: bool,
     bias: mx.array | None,
+    n_group: int,
+    topk_group: int,
     scale: float,
 ) -> tuple[list[mx.array], Constants]:
     rows, experts = logits.shape
@@ -284,6 +291,10 @@ def _route_arguments(
         raise InputError(f"router is {router!r}, expected one of {', '.join(ROUTERS)}")
     if not 1 <= top_k <= min(MAX_TOP_K, experts):
         raise InputError(f"top_k is {top_k}, expected 1..{min(MAX_TOP_K, experts)} with {experts} experts")
+    if not (1 <= topk_group <= n_group <= SIMD and experts % n_group == 0):
+        raise InputError(
+            f"n_group is {n_group}, topk_group {topk_group}: expected up to {SIMD} equal groups, {experts} experts"
+        )
     if bias is not None and tuple(bias.shape) != (experts,):
         raise InputError(f"bias has shape {tuple(bias.shape)}, expected ({experts},)")
     if resident is None or tables is None or row_kind is None:
@@ -310,6 +321,8 @@ def _route_arguments(
         ("NORM", norm_topk),
         ("HAS_RESIDENCY", resident is not None),
         ("HAS_BIAS", bias is not None),
+        ("N_GROUP", n_group),
+        ("TOPK_GROUP", topk_group),
     )
     return inputs, constants
 

@@ -4,6 +4,9 @@
 #define METAL_FUNC __device__ __forceinline__
 #define threadgroup __shared__
 
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
 #ifndef FLT_MAX
 #define FLT_MAX 3.402823466e+38f
 #define FLT_MIN 1.175494351e-38f

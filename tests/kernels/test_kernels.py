@@ -35,6 +35,8 @@ class Case:
     router: kernels.Router = "softmax"
     norm_topk: bool = True
     bias: NDArray[np.float32] | None = None
+    n_group: int = 1
+    topk_group: int = 1
     scale: float = 1.0
     dtype: str = "float32"
 
@@ -54,6 +56,8 @@ class Case:
             "router": self.router,
             "norm_topk": self.norm_topk,
             "bias": self.bias,
+            "n_group": self.n_group,
+            "topk_group": self.topk_group,
             "scale": self.scale,
         }
 
@@ -91,6 +95,13 @@ def probabilities(case: Case) -> NDArray[np.float64]:
     return np.asarray(e / e.sum(axis=1, keepdims=True))
 
 
+def group_mask(scores: NDArray[np.float64], n_group: int, topk_group: int) -> NDArray[np.float64]:
+    """-inf for the experts of groups that are left out, else 0. A group counts by the sum of its two best."""
+    groups = np.sort(scores.reshape(n_group, -1), axis=1)[:, -2:].sum(axis=1)
+    kept = np.argsort(-groups, kind="stable")[:topk_group]
+    return np.where(np.isin(np.arange(n_group), kept), 0, -INF).repeat(len(scores) // n_group)
+
+
 def assert_routed(case: Case, ids: NDArray[np.uint32], weights: NDArray[np.float32]) -> None:
     """Every pick has the best score that was left, and every weight is the router's own."""
     p = probabilities(case)
@@ -101,12 +112,13 @@ def assert_routed(case: Case, ids: NDArray[np.uint32], weights: NDArray[np.float
     assert (ids < p.shape[1]).all()
     for row, (own, picked) in enumerate(zip(p, ids, strict=True)):
         assert len(set(picked.tolist())) == case.top_k
+        mask = group_mask(own + bias, case.n_group, case.topk_group)
         left = np.ones(own.shape, bool)
         for rank, expert in enumerate(picked):
             scores = own.copy()
             if case.resident is not None and case.factors is not None and case.row_kind is not None:
                 scores[case.resident] *= np.float64(case.factors[case.row_kind[row], rank])
-            scores += bias
+            scores += bias + mask
             best = scores[left].max()
             assert scores[expert] >= best - 1e-6 * abs(best) - 1e-37, (
                 f"row {row} rank {rank}: not the best that was left"
@@ -218,6 +230,22 @@ def a_bias_takes_part_in_the_choice_only(build: kernels.Build) -> None:
         assert_routed(case, *select(case, build))
 
 
+GROUP_BIAS = np.linspace(-0.1, 0.1, 40).astype(np.float32)
+GROUPED = random_case(4, 40, 40, 6, router="sigmoid", bias=GROUP_BIAS, n_group=5, topk_group=2)
+
+
+def groups_left_out_come_last(build: kernels.Build) -> None:
+    assert_routed(GROUPED, *select(GROUPED, build))
+    # Only 8 experts are in: the 9th and 10th picks are the lowest ids outside.
+    few = replace(GROUPED, topk_group=1, top_k=10, resident=None, factors=None, row_kind=None)
+    ids, weights = select(few, build)
+    for own, row in zip(probabilities(few) + GROUP_BIAS, ids, strict=True):
+        inside = np.flatnonzero(group_mask(own, 5, 1) == 0)
+        assert set(row[:8]) == set(inside)
+        np.testing.assert_array_equal(row[8:], np.setdiff1d(np.arange(40), inside)[:2])
+    assert np.isfinite(weights).all()
+
+
 def a_small_sum_is_divided_by_the_floor(build: kernels.Build) -> None:
     logits = SIGMOID.logits - 18
     assert_routed(replace(SIGMOID, logits=logits), *select(replace(SIGMOID, logits=logits), build))
@@ -278,6 +306,7 @@ CHECKS: list[Callable[[HostBuild], None]] = [
     what_underflows_is_tied_at_zero,
     rows_that_are_not_finite,
     a_bias_takes_part_in_the_choice_only,
+    groups_left_out_come_last,
     a_small_sum_is_divided_by_the_floor,
     sums_lose_no_digits,
     the_scale_comes_last,
@@ -368,6 +397,8 @@ MUTANTS: list[tuple[str, str, str, Callable[[HostBuild], None]]] = [
         "? (p[i] + added[i]) * factor - added[i] :",
         a_bias_takes_part_in_the_choice_only,
     ),
+    ("groups count by their best alone", "best + (SIZE > 1 ? next : 0)", "best", groups_left_out_come_last),
+    ("the same group again", "!(kept >> lane & 1) ?", "true ?", groups_left_out_come_last),
     ("no scale", "pick.weight *= scale;", "", the_scale_comes_last),
     ("missing groups first", "(part == 0)", "(part == 1)", the_plan_is_the_stable_sort),
     ("inclusive sums", "uint(g) < simdgroup ?", "uint(g) <= simdgroup ?", the_plan_is_the_stable_sort),
@@ -400,7 +431,7 @@ SHAPES: list[tuple[int, int, int, dict[str, Any]]] = [
     (100, 10, 4, {"dtype": "float16"}),
     (128, 8, 6, {"dtype": "bfloat16", "norm_topk": False}),
     (255, 3, 3, {"router": "sigmoid", "dtype": "bfloat16", "scale": 2.5}),
-    (256, 10, 8, {}),
+    (256, 8, 8, {"router": "sigmoid", "n_group": 8, "topk_group": 4}),
     (512, 10, 8, {"norm_topk": False}),
     (777, 16, 5, {}),
     (1023, 4, 3, {"norm_topk": False}),
@@ -527,6 +558,7 @@ def test_without_a_gpu_the_default_builder_says_so() -> None:
         ({"tables": None}, "a residency map needs tables"),
         ({"tables": np.ones((2, 2, 5), np.float32)}, "expected \\(2, 2, 6\\)"),
         ({"resident": np.ones(41, bool)}, "residency map has shape"),
+        ({"n_group": 3}, "n_group is 3"),
         ({"bias": np.ones(41, np.float32)}, "bias has shape"),
         ({"logits": np.zeros((6, 1025), np.float32)}, "1025 experts, the kernels take 1..1024"),
     ],
