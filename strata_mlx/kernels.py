@@ -293,7 +293,8 @@ def _route_arguments(
         raise InputError(f"top_k is {top_k}, expected 1..{min(MAX_TOP_K, experts)} with {experts} experts")
     if not (1 <= topk_group <= n_group <= SIMD and experts % n_group == 0):
         raise InputError(
-            f"n_group is {n_group}, topk_group {topk_group}: expected up to {SIMD} equal groups, {experts} experts"
+            f"n_group is {n_group} and topk_group {topk_group}, "
+            f"expected 1..{SIMD} equal groups of the {experts} experts"
         )
     if bias is not None and tuple(bias.shape) != (experts,):
         raise InputError(f"bias has shape {tuple(bias.shape)}, expected ({experts},)")
