@@ -74,6 +74,7 @@ FLAGS = [
     "-fno-math-errno",
     "-ffp-contract=off",
     "-fvisibility=hidden",
+    "-U_FORTIFY_SOURCE",  # it takes a jump between fibers for a mistake
 ]
 SANITIZE = [
     "-g1",
@@ -117,6 +118,12 @@ def host_kernel(
         KernelError: the body does not compile, or a launch broke a rule of ``machine.h``.
         Fault: there is no C++ compiler.
     """
+    code = re.sub(r"//.*", "", f"{header}\n{source}")
+    if match := re.search(r"\bthreadgroup\s+[\w:]+\s*[*&]|\b(device|constant|thread)\s+\w", code):
+        raise KernelError(
+            f"kernel {name}: {match.group(0)!r}: the address space of a pointer is for a template parameter "
+            "or auto to find; CUDA has no such names, and there __shared__ declares memory only"
+        )
     kernel = _Kernel(name, tuple(input_names), tuple(output_names), source, header)
 
     def run(
@@ -132,12 +139,11 @@ def host_kernel(
         sanitize: bool = False,
         **_ignored: Any,  # verbose, stream
     ) -> list[Any]:
-        if len(inputs) != len(input_names) or not len(output_shapes) == len(output_dtypes) == len(
-            output_names
-        ):
+        given = (len(inputs), len(output_shapes), len(output_dtypes))
+        if given != (len(input_names), len(output_names), len(output_names)):
             raise KernelError(
                 f"kernel {name}: takes {len(input_names)} inputs and {len(output_names)} outputs, "
-                f"got {len(inputs)} inputs, {len(output_shapes)} output shapes, {len(output_dtypes)} dtypes"
+                "got {} inputs, {} output shapes and {} dtypes".format(*given)
             )
         ins = [_buffer(value) for value in inputs]
         outs = [
@@ -194,12 +200,6 @@ class _Kernel:
 
     def generate(self, inputs: Sequence[Buffer], outputs: Sequence[Buffer], template: Template) -> str:
         """The C++ file: dialect, header, the kernel under MLX's signature, and the machine's way in."""
-        code = re.sub(r"//.*", "", f"{self.header}\n{self.source}")
-        if match := re.search(r"\bthreadgroup\s+[\w:]+\s*[*&]|\b(device|constant|thread)\s+\w", code):
-            raise KernelError(
-                f"kernel {self.name}: {match.group(0)!r}: the address space of a pointer is for a template "
-                "parameter or auto to find; CUDA has no such names, and there __shared__ declares memory only"
-            )
         parameters, arguments = [], []
         for i, (name, buffer) in enumerate(zip(self.input_names, inputs, strict=True)):
             kind = TYPES[buffer.dtype][0]
@@ -437,6 +437,7 @@ def _sanitized_machine() -> Path:
     return _build("machine-sanitized", "", [*FLAGS, *SANITIZE, "-r", "-nostdlib", *sources])
 
 
+@cache
 def _compile(name: str, text: str, sanitize: bool = False) -> Path:
     if sanitize:
         return _build(name, text, [*FLAGS, *SANITIZE, str(_sanitized_machine())])
