@@ -57,17 +57,26 @@ METAL_FUNC Pick select_row(Logits logits, Resident resident, Table table, Bias b
   constexpr float LOWEST = -FLT_MAX;
   constexpr float LEAST_SUM = 1.0f / 16384;
 
-  // Infinite logits are the extreme finite ones. NaN is the lowest, and so are the slots past the last expert.
+  // All that is read is read here, so that its latency is paid once. Per slot: the logit, later the probability; whether
+  // it can still be picked; whether it is favoured; what is added for the choice. Infinite logits are the extreme finite
+  // ones. NaN is the lowest, and so are the slots past the last expert.
   float p[SLOTS];
+  uint left = 0;
+  uint favoured = 0;
+  float added[SLOTS];
   float top = LOWEST;
   for (int i = 0; i < SLOTS; i++) {
     uint e = i * 32 + lane;
-    float x = e < uint(E) ? float(logits[e]) : LOWEST;
+    bool exists = e < uint(E);
+    float x = exists ? float(logits[e]) : LOWEST;
     p[i] = isnan(x) ? LOWEST : max(LOWEST, min(x, FLT_MAX));
     top = max(top, p[i]);
+    left |= uint(exists) << i;
+    favoured |= uint(HAS_RESIDENCY && exists && resident[e] != 0) << i;
+    added[i] = HAS_BIAS && exists ? bias[e] : 0;
   }
+  float entry = HAS_RESIDENCY && lane < uint(2 * K) ? table[lane] : 1; // 2 * K <= 32
   top = simd_max(top);
-  bool silent = top == LOWEST; // no logit says anything: the experts share the row, whatever is resident
 
   if (ROUTER == SOFTMAX) {
     // The largest terms are exactly 1. Counted apart and the others added in pairs, no small term is lost beside a large.
@@ -93,17 +102,11 @@ METAL_FUNC Pick select_row(Logits logits, Resident resident, Table table, Bias b
     }
   }
 
-  // Per slot: is it still to be had, is it favoured, what is added for the choice.
-  uint left = 0;
-  uint favoured = 0;
-  float added[SLOTS];
+  bool silent = top == LOWEST; // no logit says anything: the experts share the row, whatever is resident
+  favoured = silent ? 0 : favoured;
   for (int i = 0; i < SLOTS; i++) {
-    uint e = i * 32 + lane;
-    bool exists = e < uint(E);
     p[i] = silent ? 1.0f / E : p[i] < FLT_MIN ? 0 : p[i]; // some GPUs flush subnormal numbers, so all count as 0
-    left |= uint(exists) << i;
-    favoured |= uint(HAS_RESIDENCY && exists && !silent && resident[e] != 0) << i;
-    added[i] = HAS_BIAS && exists && !silent ? bias[e] : 0;
+    added[i] = silent ? 0 : added[i];
   }
   if (N_GROUP > 1 && !silent) {
     uint kept = best_groups<E, N_GROUP, TOPK_GROUP>(p, added, lane);
@@ -114,9 +117,8 @@ METAL_FUNC Pick select_row(Logits logits, Resident resident, Table table, Bias b
 
   Pick pick = {0, 0};
   for (int rank = 0; rank < K; rank++) {
-    float factor = HAS_RESIDENCY ? table[rank] : 1;
-    float inverse = HAS_RESIDENCY ? table[K + rank] : 1;
-
+    float factor = HAS_RESIDENCY ? simd_shuffle(entry, rank) : 1;
+    float inverse = HAS_RESIDENCY ? simd_shuffle(entry, K + rank) : 1;
     uint best = 0;
     uint slot = 0;
     float score = 0;
@@ -188,7 +190,7 @@ METAL_FUNC void plan_groups(
     }
   }
 
-  uint next[OWNED];
+  uint next[OWNED] = {};
   uint groups = 0;
   uint placed = 0;
   for (int part = 0; part < (SPLIT ? 2 : 1); part++) {

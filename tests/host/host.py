@@ -415,6 +415,8 @@ def _build_folder() -> Path:
         os.environ.get("STRATA_HOST_CACHE") or Path(tempfile.gettempdir()) / f"strata-host-{os.getuid()}"
     )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.stat().st_uid != os.getuid():  # what lies there is loaded as code
+        raise Fault(f"{folder} belongs to another user: set STRATA_HOST_CACHE to a folder of your own")
     return folder
 
 
