@@ -6,19 +6,15 @@ of the template), compiles it as C++ with ``kernels/dialect/host.h``, and runs e
 """
 
 import ctypes
-import hashlib
 import os
 import re
-import shutil
 import struct
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from math import prod
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -26,10 +22,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from strata_mlx.errors import Fault, StrataError
-
-HERE = Path(__file__).parent
-DIALECT = HERE.parents[1] / "kernels" / "dialect"
+from tests.host import compiler
+from tests.host.compiler import KernelError
 
 # dtype name -> what MLX calls it in a signature, and how NumPy holds its bits
 TYPES: dict[str, tuple[str, Any]] = {
@@ -66,30 +60,8 @@ ATTRIBUTES = {
     "threads_per_threadgroup": "uint3",
 }
 
-FLAGS = [
-    "-std=c++17",
-    "-O2",
-    "-fPIC",
-    "-fno-strict-aliasing",
-    "-fno-math-errno",
-    "-ffp-contract=off",
-    "-fvisibility=hidden",
-    "-U_FORTIFY_SOURCE",  # it takes a jump between fibers for a mistake
-]
-SANITIZE = [
-    "-g1",
-    "-O1",
-    "-fsanitize=address,undefined",
-    "-fno-sanitize-recover=all",
-    "-fsanitize-sections=threadgroup",
-]
-
 Template = Sequence[tuple[str, Any]]
 Triple = tuple[int, int, int]
-
-
-class KernelError(StrataError):
-    """A kernel does not compile, or did what none may do; the message names kernel and threads."""
 
 
 @dataclass(frozen=True)
@@ -331,7 +303,8 @@ def _run(
     threadgroup: Triple,
     seed: int,
 ) -> Sequence[Buffer]:
-    machine, library = _load(_machine(), True), _load(_compile(kernel.name, text), False)
+    machine = compiler.load(compiler.machine(), True)
+    library = compiler.load(compiler.compile_kernel(kernel.name, text), False)
     buffers = [*inputs, *outputs]
     names = [name.encode() for name in (*kernel.input_names, *kernel.output_names)]
     shapes = [(ctypes.c_int32 * b.data.ndim)(*b.data.shape) for b in inputs]
@@ -378,7 +351,7 @@ def _run_sanitized(
     for buffer in [*inputs, *outputs]:
         request.append(struct.pack("=q", buffer.data.nbytes) + buffer.data.tobytes())
     done = subprocess.run(
-        [_compile(kernel.name, text, sanitize=True)],
+        [compiler.compile_kernel(kernel.name, text, sanitize=True)],
         input=b"".join(request),
         capture_output=True,
         env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"},
@@ -391,81 +364,6 @@ def _run_sanitized(
         results.append(Buffer(data.copy(), out.dtype))
         at += out.data.nbytes
     return results
-
-
-@cache
-def _load(path: Path, everywhere: bool) -> ctypes.CDLL:
-    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL if everywhere else ctypes.RTLD_LOCAL)
-
-
-@cache
-def _compiler() -> tuple[str, str]:
-    """The C++ compiler and what it says about its version."""
-    for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
-        if path := shutil.which(name):
-            return path, subprocess.run(
-                [path, "--version"], capture_output=True, text=True, check=True
-            ).stdout
-    raise Fault("the test host needs a C++ compiler and found none: install g++ or clang++, or set CXX")
-
-
-@cache
-def _build_folder() -> Path:
-    folder = Path(
-        os.environ.get("STRATA_HOST_CACHE") or Path(tempfile.gettempdir()) / f"strata-host-{os.getuid()}"
-    )
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():  # what lies there is loaded as code
-        raise Fault(f"{folder} belongs to another user: set STRATA_HOST_CACHE to a folder of your own")
-    return folder
-
-
-@cache
-def _fixed_text() -> str:
-    return "".join(
-        path.read_text()
-        for path in [*sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp")), DIALECT / "host.h"]
-    )
-
-
-@cache
-def _machine() -> Path:
-    return _build("machine", "", [*FLAGS, "-fvisibility=default", "-shared", str(HERE / "machine.cpp")])
-
-
-@cache
-def _sanitized_machine() -> Path:
-    sources = [str(HERE / "machine.cpp"), str(HERE / "main.cpp")]
-    return _build("machine-sanitized", "", [*FLAGS, *SANITIZE, "-r", "-nostdlib", *sources])
-
-
-@cache
-def _compile(name: str, text: str, sanitize: bool = False) -> Path:
-    if sanitize:
-        return _build(name, text, [*FLAGS, *SANITIZE, str(_sanitized_machine())])
-    return _build(name, text, [*FLAGS, "-shared"])
-
-
-def _build(name: str, text: str, arguments: list[str]) -> Path:
-    """Compiles ``text``, once per text, flags and compiler; builders at the same time agree by renaming."""
-    compiler, version = _compiler()
-    identity = "\0".join([version, *arguments, _fixed_text(), text])
-    built = _build_folder() / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
-    if built.exists():
-        return built
-    with tempfile.TemporaryDirectory(dir=_build_folder()) as scratch:
-        source = []
-        if text:
-            path = Path(scratch, "kernel.cpp")
-            path.write_text(text)
-            source = [str(path)]
-        made = Path(scratch, "built")
-        command = [compiler, *arguments, *source, f"-I{HERE}", f"-I{DIALECT}", "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise KernelError(f"kernel {name} does not compile:\n{done.stderr.replace(scratch, '').strip()}")
-        made.replace(built)
-    return built
 
 
 def mutate(text: str, old: str, new: str) -> str:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from strata_mlx.errors import Fault
-from tests.host import host
-from tests.host.host import KernelError, host_kernel, mutate
+from tests.host import compiler
+from tests.host.compiler import KernelError
+from tests.host.host import host_kernel, mutate
 
 Triple = tuple[int, int, int]
 
@@ -345,12 +346,12 @@ def test_a_wrong_number_of_arrays_is_refused() -> None:
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "")
-    host._compiler.cache_clear()
+    compiler.compiler.cache_clear()
     try:
         with pytest.raises(Fault, match=r"found none: install g\+\+"):
             launch("out[0] = 1;", name="nowhere")
     finally:
-        host._compiler.cache_clear()
+        compiler.compiler.cache_clear()
 
 
 def test_a_mutation_must_find_its_text_once() -> None:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from strata_mlx import kernels
 from strata_mlx.errors import Fault, InputError
-from tests.host.host import HostBuild, KernelError, together
+from tests.host.compiler import KernelError
+from tests.host.host import HostBuild, together
 
 PLAIN = HostBuild()
 TOLERANCE = 2e-7
