@@ -100,9 +100,7 @@ class KernelSpec:
 
 
 @cache
-def _built(
-    spec: KernelSpec, constants: Constants, kinds: tuple[tuple[Any, bool], ...], build: Build
-) -> Kernel:
+def _built(spec: KernelSpec, constants: Constants, kinds: tuple[tuple[Any, bool], ...], build: Build) -> Kernel:
     header, body = text(spec.name)
     # MLX caches compiled kernels by name, and not every version adds all of this to it.
     identity = hashlib.sha256(repr((constants, kinds, header, body)).encode()).hexdigest()[:16]
@@ -137,9 +135,7 @@ def default_build() -> Build:
         return build_metal
     if mx.cuda.is_available():
         return build_cuda
-    raise Fault(
-        "MLX has no GPU backend here, so kernels cannot run: use the op path (strata_mlx.routing.select)"
-    )
+    raise Fault("MLX has no GPU backend here, so kernels cannot run: use the op path (strata_mlx.routing.select)")
 
 
 _ROUTE_INPUTS = ("logits", "resident", "tables", "row_kind", "bias", "scale")

@@ -7,6 +7,7 @@ from typing import Any
 from mlx_lm.models import qwen3_5, qwen3_5_moe
 
 from .family import Family, check_args
+from .moe import take_over
 from .mtp import MTPHead
 
 
@@ -19,6 +20,8 @@ class Model(qwen3_5_moe.Model):
             text = self.language_model.args
             layers = [qwen3_5.DecoderLayer(text, text.full_attention_interval - 1) for _ in range(mtp_layers)]
             self.mtp = MTPHead(layers, text.hidden_size, text.rms_norm_eps)
+            take_over(layers, text.num_hidden_layers)
+        take_over(self.layers)
 
 
 def _build(config: dict[str, Any], mtp_layers: int) -> Model:

@@ -8,6 +8,7 @@ from mlx_lm.models import qwen3_moe
 
 from ..errors import CheckpointError
 from .family import Family, check_args
+from .moe import take_over
 
 
 def _build(config: dict[str, Any], mtp_layers: int) -> qwen3_moe.Model:
@@ -15,7 +16,9 @@ def _build(config: dict[str, Any], mtp_layers: int) -> qwen3_moe.Model:
         raise CheckpointError("it holds mtp.* tensors, which the qwen3_moe family does not have")
     args = qwen3_moe.ModelArgs.from_dict(config)
     check_args(args)
-    return qwen3_moe.Model(args)
+    model = qwen3_moe.Model(args)
+    take_over(model.layers)
+    return model
 
 
 FAMILY = Family("qwen3_moe", _build)

@@ -7,6 +7,7 @@ from typing import Any
 from mlx_lm.models import qwen3_next
 
 from .family import Family, check_args
+from .moe import take_over
 from .mtp import MTPHead
 
 
@@ -20,6 +21,8 @@ class Model(qwen3_next.Model):
             index = args.full_attention_interval - 1
             layers = [qwen3_next.Qwen3NextDecoderLayer(args, index) for _ in range(mtp_layers)]
             self.mtp = MTPHead(layers, args.hidden_size, args.rms_norm_eps)
+            take_over(layers, args.num_hidden_layers)
+        take_over(self.layers)
 
 
 def _build(config: dict[str, Any], mtp_layers: int) -> Model:

@@ -4,12 +4,16 @@ from strata_mlx.routing.additive import LogitRange
 from strata_mlx.routing.ops import Executor, Selection, select_ops
 from strata_mlx.routing.plan import GroupPlan, plan
 from strata_mlx.routing.policy import RoutingPolicy
+from strata_mlx.routing.residency import Residency
+from strata_mlx.routing.routing import Routing
 from strata_mlx.routing.select import select
 
 __all__ = [
     "Executor",
     "GroupPlan",
     "LogitRange",
+    "Residency",
+    "Routing",
     "RoutingPolicy",
     "Selection",
     "plan",

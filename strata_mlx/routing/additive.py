@@ -90,9 +90,7 @@ def select_additive(
         else:
             raised = mx.sigmoid(logits.astype(mx.float32) + bonus)
         raised = mx.where(present & (probabilities > 0), raised, probabilities)
-        ids = _protected_first(
-            sort_keys(probabilities, offset), sort_keys(raised, offset), policy.protect, top_k
-        )
+        ids = _protected_first(sort_keys(probabilities, offset), sort_keys(raised, offset), policy.protect, top_k)
     else:
         ids = _residents_first(probabilities, offset, present, policy, top_k)
     weights = mx.take_along_axis(probabilities, ids, axis=-1)

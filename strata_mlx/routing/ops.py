@@ -90,6 +90,19 @@ def select_ops(
     return ids, mixing_weights(weights, probabilities, norm_topk=norm_topk, router=router, scale=scale)
 
 
+def plain_router(logits: mx.array, top_k: int, norm_topk: bool) -> Selection:
+    """The plain softmax router by mlx-lm's own chain of operations: ids and weights ``[..., K]``, weights in the
+    logits' type.
+
+    The same experts and weights as ``select_ops`` without residency, for a fifth of its cost on a CPU, but in no
+    promised order, and with a tie or a NaN decided as MLX happens to.
+    """
+    p = mx.softmax(logits, axis=-1, precise=True)
+    ids = mx.argpartition(p, kth=-top_k, axis=-1)[..., -top_k:]
+    weights = mx.take_along_axis(p, ids, axis=-1)
+    return ids, weights / weights.sum(axis=-1, keepdims=True) if norm_topk else weights
+
+
 def _pick_by_rank(
     probabilities: mx.array,
     present: mx.array,

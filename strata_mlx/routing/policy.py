@@ -89,9 +89,7 @@ class RoutingPolicy:
             raise InputError(f"routing policy: mass is {self.mass}, expected a probability from 0 to 1")
         for name, kind in _OWNER.items():
             if kind != self.kind and getattr(self, name) != _DEFAULTS[name]:
-                raise InputError(
-                    f"routing policy: {name} belongs to kind {kind!r}, but kind is {self.kind!r}"
-                )
+                raise InputError(f"routing policy: {name} belongs to kind {kind!r}, but kind is {self.kind!r}")
         _check_scales(self.moce_bonus, self.r1_bonus)
 
     @property
@@ -120,13 +118,9 @@ class RoutingPolicy:
     def check_top_k(self, top_k: int) -> None:
         """Raises InputError where the policy cannot be used with ``top_k`` experts per token."""
         if _count("top_k", top_k, least=1) < self.protect:
-            raise InputError(
-                f"routing policy: protect is {self.protect}, but the router picks top_k = {top_k} experts"
-            )
+            raise InputError(f"routing policy: protect is {self.protect}, but the router picks top_k = {top_k} experts")
         if self.max_rank is not None and self.max_rank < top_k:
-            raise InputError(
-                f"routing policy: max_rank is {self.max_rank}, expected at least top_k = {top_k}"
-            )
+            raise InputError(f"routing policy: max_rank is {self.max_rank}, expected at least top_k = {top_k}")
 
     def to_json(self) -> str:
         """The policy as one JSON object: ``kind`` and the fields that this kind uses."""
@@ -149,9 +143,7 @@ class RoutingPolicy:
             raise InputError(f"routing policy: expected a JSON object, found {type(values).__name__}")
         unknown = sorted(set(values) - set(_DEFAULTS))
         if unknown:
-            raise InputError(
-                f"routing policy: unknown {', '.join(unknown)}; the fields are {', '.join(_DEFAULTS)}"
-            )
+            raise InputError(f"routing policy: unknown {', '.join(unknown)}; the fields are {', '.join(_DEFAULTS)}")
         return cls(**values)
 
     @classmethod
@@ -180,13 +172,9 @@ class RoutingPolicy:
         """Adds the flags that ``from_args`` reads."""
         group = parser.add_argument_group("routing", "prefer experts that are in memory")
         group.add_argument("--moce-bonus", type=float, help="log bonus of resident experts (0: off)")
-        group.add_argument(
-            "--r1-bonus", type=float, help="log bonus of residents in ranks 1..protect-1 (0: off)"
-        )
+        group.add_argument("--r1-bonus", type=float, help="log bonus of residents in ranks 1..protect-1 (0: off)")
         group.add_argument("--protect", type=int, help="leading ranks that the full bonus may not touch")
-        group.add_argument(
-            "--draft-moce", action=argparse.BooleanOptionalAction, help="double it on draft rows"
-        )
+        group.add_argument("--draft-moce", action=argparse.BooleanOptionalAction, help="double it on draft rows")
         group.add_argument(
             "--route-policy",
             metavar="POLICY",
@@ -234,9 +222,7 @@ def _named_policy(text: str) -> RoutingPolicy:
     if text == "moce":
         return RoutingPolicy()
     if text in KINDS:
-        raise InputError(
-            f'--route-policy {text}: does nothing alone; give JSON, as {{"kind": "{text}", ...}}'
-        )
+        raise InputError(f'--route-policy {text}: does nothing alone; give JSON, as {{"kind": "{text}", ...}}')
     try:
         return RoutingPolicy.from_json(Path(text).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -276,9 +262,7 @@ def _check_scales(moce_bonus: float, r1_bonus: float) -> None:
     settings = f"moce_bonus {moce_bonus}, r1_bonus {r1_bonus}"
     for name, value in products.items():
         if not np.isfinite(value):
-            raise InputError(
-                f"routing policy: {name} is not finite in float32 ({settings}); use a smaller bonus"
-            )
+            raise InputError(f"routing policy: {name} is not finite in float32 ({settings}); use a smaller bonus")
     if max(b, b * b, r) > 1 / np.finfo(np.float32).tiny:
         raise InputError(f"routing policy: a scale's inverse is below float32's normal range ({settings})")
 

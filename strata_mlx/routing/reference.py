@@ -104,9 +104,7 @@ def probabilities(logits: NDArray[np.floating], router: str = "softmax") -> tupl
     return p, False
 
 
-def selection_offset(
-    p: Floats, bias: NDArray[np.floating] | None, n_group: int = 1, topk_group: int = 1
-) -> Floats:
+def selection_offset(p: Floats, bias: NDArray[np.floating] | None, n_group: int = 1, topk_group: int = 1) -> Floats:
     """What is added to a sigmoid router's scores ``[E]`` for selection only."""
     offset = np.zeros_like(p) if bias is None else np.nan_to_num(np.asarray(bias, np.float64))
     groups = (p + offset).reshape(n_group, -1)
@@ -187,9 +185,7 @@ def normalise(recovered: Floats, norm_topk: bool, scale: float) -> Floats:
     return recovered / total * scale
 
 
-def plan(
-    ids: NDArray[np.integer], resident: Bools | None, split: bool = True
-) -> tuple[Ints, Ints, Ints, Ints]:
+def plan(ids: NDArray[np.integer], resident: Bools | None, split: bool = True) -> tuple[Ints, Ints, Ints, Ints]:
     """The group plan by a stable sort: experts, offsets and counts ``[groups]``, entries ``[T * K]``.
 
     An entry is ``token * K + rank``.

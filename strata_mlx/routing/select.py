@@ -111,9 +111,7 @@ def _check_vector(name: str, values: mx.array | None, size: int, types: tuple[mx
         raise InputError(f"{name}: expected {expected} [{size}], found {values.dtype} {values.shape}")
 
 
-def _check_numbers(
-    experts: int, top_k: int, router: str, n_group: int, topk_group: int, scale: float
-) -> None:
+def _check_numbers(experts: int, top_k: int, router: str, n_group: int, topk_group: int, scale: float) -> None:
     for name, value in {"top_k": top_k, "n_group": n_group, "topk_group": topk_group}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name} is {value!r}, expected a whole number, at least 1")
@@ -122,9 +120,7 @@ def _check_numbers(
     if experts % n_group or topk_group > n_group:
         raise InputError(f"cannot keep {topk_group} of {n_group} equal groups of {experts} experts")
     if top_k > experts // n_group * topk_group:
-        raise InputError(
-            f"top_k is {top_k}, but the router chooses from {experts // n_group * topk_group} experts"
-        )
+        raise InputError(f"top_k is {top_k}, but the router chooses from {experts // n_group * topk_group} experts")
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
         raise InputError(f"scale is {scale!r}, expected a finite number")
 

@@ -1,0 +1,54 @@
+"""The mixture-of-experts layer of every family: the router's choice goes through strata_mlx.routing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..routing import Routing
+
+_CHILDREN = ("gate", "switch_mlp", "shared_expert", "shared_expert_gate")
+
+
+class MoEBlock(nn.Module):
+    """Takes over an mlx-lm MoE block, parameters and their names included, and routes through ``routing``.
+
+    layer: its index among the model's layers; that of an MTP layer follows those of the trunk.
+    """
+
+    def __init__(self, block: nn.Module, layer: int):
+        super().__init__()
+        for name in _CHILDREN:
+            if name in block:
+                self[name] = block[name]
+        self.top_k: int = block.top_k
+        self.norm_topk_prob: bool = block.norm_topk_prob
+        self.layer = layer
+        self.routing = Routing()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        ids, weights = self.routing.route(self.layer, self.gate(x), self.top_k, self.norm_topk_prob)
+        y = (self.switch_mlp(x, ids) * weights[..., None]).sum(axis=-2).astype(x.dtype)
+        if "shared_expert" in self:
+            y = y + mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        return y
+
+
+def take_over(layers: Sequence[nn.Module], first: int = 0) -> None:
+    """Put a MoEBlock in the place of each mlx-lm MoE block in ``layers``, which are numbered from ``first``."""
+    for index, layer in enumerate(layers, first):
+        if "switch_mlp" in layer.mlp:
+            layer.mlp = MoEBlock(layer.mlp, index)
+
+
+def blocks(model: nn.Module) -> list[MoEBlock]:
+    """The MoE layers of a model, its MTP head's last."""
+    return [module for _, module in model.named_modules() if isinstance(module, MoEBlock)]
+
+
+def set_routing(model: nn.Module, routing: Routing) -> None:
+    """Let every MoE layer of ``model`` choose its experts by ``routing``."""
+    for block in blocks(model):
+        block.routing = routing
