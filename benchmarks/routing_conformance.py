@@ -20,17 +20,41 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from strata_mlx import kernels
 from strata_mlx.errors import InputError
 from strata_mlx.routing import Executor, RoutingPolicy, reference, select_ops
+from strata_mlx.routing.executors import kernel_executor
 from strata_mlx.routing.policy import HEAD, INVERSE
 
-EXECUTORS: dict[str, Callable[[], Executor]] = {"ops": lambda: select_ops}  # name -> how to get it
+
+def _on_host() -> Executor:
+    """The Metal text, compiled as C++ and run thread by thread (tests/host)."""
+    from tests.host.host import HostBuild
+
+    return kernel_executor(HostBuild())
+
+
+def _on_gpu(available: Callable[[], bool]) -> Executor:
+    if not available():
+        raise InputError("--executors: MLX has no such backend on this machine")
+    return kernel_executor(kernels.default_build())
+
+
+EXECUTORS: dict[str, Callable[[], Executor]] = {
+    "ops": lambda: select_ops,
+    "host": _on_host,
+    "cuda": lambda: _on_gpu(mx.cuda.is_available),
+    "metal": lambda: _on_gpu(mx.metal.is_available),
+}
 
 TRIALS, TOP_K, TOLERANCE = 12, 10, 2e-7
 EXPERTS = (32, 256, 512)
@@ -174,9 +198,7 @@ def _changed(
     """How many rows that r may not touch differ in any bit from those of the batch with r = 1."""
     bits = np.concatenate([got[0], got[1].view(np.uint32)], axis=1)
     baseline = np.frombuffer(baselines.setdefault((name, *batch.without_r1), bits.tobytes()), np.uint32)
-    untouchable = (
-        np.ones(len(bits), bool) if batch.policy.r1_bonus <= 0 else DRAFT_ROWS & batch.policy.draft_moce
-    )
+    untouchable = np.ones(len(bits), bool) if batch.policy.r1_bonus <= 0 else DRAFT_ROWS & batch.policy.draft_moce
     differs = (bits != baseline.reshape(bits.shape)).any(axis=1)
     return int((differs & untouchable).sum())
 

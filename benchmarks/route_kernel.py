@@ -1,0 +1,130 @@
+"""What routing costs per layer on a GPU: microseconds inside one graph of chained layers.
+
+    python benchmarks/route_kernel.py [--json] [--keep NAME]
+
+Each graph holds 256 layers, each of which routes logits that depend on the layer before. Measured side by side in one
+run: the fused kernel (selection and group plan in one launch), two kernels, the selection kernel alone, mlx-lm's chain
+of operations (softmax, argpartition, take, divide), and the launch floor: an empty kernel in the same graph.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import report
+from strata_mlx import kernels
+from strata_mlx.errors import Fault
+from strata_mlx.kernels import MAX_FUSED_ROWS, SIMD, KernelSpec, Launch
+from strata_mlx.routing import RoutingPolicy
+from strata_mlx.routing.ops import plain_router
+
+LAYERS, TOP_K, REPEATS = 256, 10, 9
+ROWS, EXPERTS = (1, 2, 4, 8, 64, 512), (128, 256, 512)
+# A built-in operation between the layers makes each depend on the one before; it is timed alone and taken off.
+Layer = Callable[[mx.array], mx.array]  # logits [T, E] to something that has one element to spare
+
+
+def layers(rows: int, experts: int) -> dict[str, Layer]:
+    """A function per way of routing, which returns an array that is ready when all of its outputs are."""
+    rng = np.random.default_rng(rows * experts)
+    resident = mx.array(rng.random(experts) < 0.5)
+    tables = mx.array(RoutingPolicy(0.85, 0.4, 3).tables(TOP_K))
+    kinds = mx.zeros(rows, mx.uint8)
+    mx.eval(resident, tables, kinds)
+
+    def selection(x: mx.array) -> mx.array:
+        return kernels.route_select(x, resident, tables, kinds, top_k=TOP_K)[1]
+
+    def both(x: mx.array) -> mx.array:
+        ids, weights = kernels.route_select(x, resident, tables, kinds, top_k=TOP_K)
+        plan = kernels.group_plan(ids, resident, expert_count=experts)
+        return mx.depends([weights], [plan[0]])[0]
+
+    def fused(x: mx.array) -> mx.array:
+        return kernels.route_fused(x, resident, tables, kinds, top_k=TOP_K)[1]
+
+    def chain(x: mx.array) -> mx.array:
+        return plain_router(x, TOP_K, True)[1]
+
+    ways: dict[str, Layer] = {"floor": empty_kernel(rows), "select": selection, "two_kernels": both, "ops": chain}
+    return {"fused": fused, **ways} if rows <= MAX_FUSED_ROWS else ways
+
+
+def empty_kernel(rows: int) -> Layer:
+    """A kernel with as many threads and the same output that does nothing but write one number per row."""
+    spec = KernelSpec("empty", ("logits",), (("weights", mx.float32),))
+    launch = Launch((), (SIMD * rows, 1, 1), (SIMD, 1, 1), ((rows, TOP_K),))
+
+    def run(x: mx.array) -> mx.array:
+        return spec.run([x], launch)[0]
+
+    return run
+
+
+def microseconds(layer: Layer | None, logits: mx.array) -> float:
+    """Per layer, in a graph of LAYERS of them; None leaves only what chains them."""
+    times = []
+    for _ in range(REPEATS + 2):
+        x = logits
+        start = time.perf_counter()
+        for _ in range(LAYERS):
+            x = x + (layer(x)[0, 0] if layer else x[0, 0]) * 1e-6
+        mx.eval(x)
+        times.append((time.perf_counter() - start) / LAYERS * 1e6)
+    return statistics.median(times[2:])
+
+
+def measure() -> list[dict[str, Any]]:
+    result = []
+    for rows, experts in tqdm([(t, e) for e in EXPERTS for t in ROWS], desc="Shapes"):
+        logits = mx.array(np.random.default_rng(0).normal(0, 2, (rows, experts)).astype(np.float32))
+        base = microseconds(None, logits)
+        row: dict[str, Any] = {"T": rows, "E": experts, "chaining": base}
+        for name, layer in layers(rows, experts).items():
+            row[name] = microseconds(layer, logits) - base
+        best = row.get("fused", row["two_kernels"])
+        result.append({**row, "over_ops": best / row["ops"], "over_floor": best / row["floor"]})
+    return result
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
+    args = parser.parse_args()
+    try:
+        kernels.default_build()
+    except Fault as error:
+        sys.exit(f"error: {error}")
+    rows = measure()
+    small = [row for row in rows if row["T"] <= MAX_FUSED_ROWS]
+    result = {
+        "device": mx.device_info().get("device_name", mx.default_device().type.name),
+        "layers": LAYERS,
+        "top_k": TOP_K,
+        "worst_over_ops": max(row["over_ops"] for row in small),
+        "worst_over_floor": max(row["over_floor"] for row in small),
+        "rows": rows,
+    }
+    if args.keep:
+        report.keep(args.keep, result)
+    if args.json:
+        print(json.dumps(result))
+        return
+    names = ("T", "E", "chaining", "floor", "fused", "select", "two_kernels", "ops", "over_ops", "over_floor")
+    print(report.table(rows, names))
+
+
+if __name__ == "__main__":
+    main()
