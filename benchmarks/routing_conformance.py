@@ -159,7 +159,7 @@ def run(names: list[str]) -> tuple[int, int, dict[str, Tally]]:
     baselines: dict[tuple[object, ...], bytes] = {}
     cases = legacy_failures = 0
     batches = len(EXPERTS) * len(RESIDENCIES) * len(B_BONUSES) * len(R_BONUSES) * len(PROTECTS) * 2
-    for batch in tqdm(grid(), total=batches, unit="batch", file=sys.stderr):
+    for batch in tqdm(grid(), total=batches, unit="batch", disable=not sys.stderr.isatty()):
         ids, weights = expected(batch)
         cases += len(ids)
         wrong_ids, wrong_weights = compute(select_ops, batch, legacy_tables(batch.policy))

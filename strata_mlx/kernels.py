@@ -5,6 +5,7 @@ runtime share them. A builder has the interface of ``mx.fast.metal_kernel``.
 """
 
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from strata_mlx.errors import Fault, InputError
 
@@ -115,13 +118,19 @@ def _built(spec: KernelSpec, constants: Constants, kinds: tuple[tuple[Any, bool]
 
 def build_metal(**kernel: Any) -> Kernel:
     """Builds for Apple GPUs."""
-    return cast(Kernel, mx.fast.metal_kernel(**kernel))
+    return cast(Kernel, mx.fast.metal_kernel(**_compact(kernel)))
 
 
-def build_cuda(*, header: str, **kernel: Any) -> Kernel:
+def build_cuda(**kernel: Any) -> Kernel:
     """Builds for NVIDIA GPUs: the same text, after the header that defines Metal's idiom."""
     dialect = (folder() / "dialect" / "cuda.h").read_text()
-    return cast(Kernel, mx.fast.cuda_kernel(header=f'#line 1 "cuda.h"\n{dialect}\n{header}', **kernel))
+    return cast(Kernel, mx.fast.cuda_kernel(**_compact({**kernel, "header": f"{dialect}\n{kernel['header']}"})))
+
+
+def _compact(kernel: dict[str, Any]) -> dict[str, Any]:
+    """The kernel without comments, indentation and line numbers: MLX copies and hashes the text at every launch."""
+    texts = {key: re.sub(r"^#line.*$|//.*$", "", kernel[key], flags=re.MULTILINE) for key in ("header", "source")}
+    return kernel | {key: re.sub(r"\s*\n\s*", "\n", text) for key, text in texts.items()}
 
 
 @cache
@@ -138,9 +147,9 @@ def default_build() -> Build:
     raise Fault("MLX has no GPU backend here, so kernels cannot run: use the op path (strata_mlx.routing.select)")
 
 
-_ROUTE_INPUTS = ("logits", "resident", "tables", "row_kind", "bias", "scale")
+_ROUTE_INPUTS = ("logits", "resident", "tables", "row_kind", "bias")
 _ROUTE_OUTPUTS = (("ids", mx.uint32), ("weights", mx.float32))
-_PLAN_OUTPUTS = tuple((n, mx.uint32) for n in ("experts", "offsets", "counts", "entries", "group_count"))
+_PLAN_OUTPUTS = (("plan", mx.uint32),)
 
 ROUTE_SELECT = KernelSpec("route_select", _ROUTE_INPUTS, _ROUTE_OUTPUTS)
 GROUP_PLAN = KernelSpec("group_plan", ("ids", "resident"), _PLAN_OUTPUTS)
@@ -150,7 +159,7 @@ ROUTE_FUSED = KernelSpec("route_fused", _ROUTE_INPUTS, _ROUTE_OUTPUTS + _PLAN_OU
 def route_select(
     logits: mx.array,
     resident: mx.array | None,
-    tables: mx.array | None,
+    tables: NDArray[np.float32] | None,
     row_kind: mx.array | None,
     *,
     top_k: int,
@@ -167,7 +176,7 @@ def route_select(
     Args:
         logits: ``[T, E]`` float32, bfloat16 or float16; E up to 1024.
         resident: bool or uint8 ``[E]``, or None: no score is scaled.
-        tables: float32 ``[2, 2, K]``, what ``RoutingPolicy.tables`` returns; needed with ``resident``.
+        tables: float32 ``[2, 2, K]`` on the host, what ``RoutingPolicy.tables`` returns; needed with ``resident``.
         row_kind: uint8 ``[T]``, 0 for head rows, 1 for draft rows; needed with ``resident``.
         top_k: K, up to 16.
         router: "softmax" or "sigmoid".
@@ -222,14 +231,15 @@ def group_plan(
     threads = min(PLAN_THREADS, SIMD * -(-expert_count // SIMD))
     constants = (("E", expert_count), ("THREADS", threads), ("SPLIT", split))
     grid = (threads if ids.size else 0, 1, 1)
-    launch = Launch(constants, grid, (threads, 1, 1), _plan_shapes(expert_count, ids.size))
-    return GROUP_PLAN.run([ids, _NOTHING if resident is None else resident], launch, build)
+    launch = Launch(constants, grid, (threads, 1, 1), (_plan_shape(expert_count, ids.size),))
+    (plan,) = GROUP_PLAN.run([ids, _NOTHING if resident is None else resident], launch, build)
+    return _plan_parts(plan, expert_count, ids.size)
 
 
 def route_fused(
     logits: mx.array,
     resident: mx.array | None,
-    tables: mx.array | None,
+    tables: NDArray[np.float32] | None,
     row_kind: mx.array | None,
     *,
     top_k: int,
@@ -257,9 +267,10 @@ def route_fused(
         logits, resident, tables, row_kind, top_k, router, norm_topk, bias, n_group, topk_group, scale
     )
     constants = (("T", rows), ("SPLIT", split and resident is not None), *constants)
-    shapes = ((rows, top_k),) * 2 + _plan_shapes(experts, rows * top_k)
+    shapes = ((rows, top_k), (rows, top_k), _plan_shape(experts, rows * top_k))
     launch = Launch(constants, (SIMD * rows, 1, 1), (SIMD * rows, 1, 1), shapes)
-    return ROUTE_FUSED.run(inputs, launch, build)
+    ids, weights, plan = ROUTE_FUSED.run(inputs, launch, build)
+    return [ids, weights, *_plan_parts(plan, experts, rows * top_k)]
 
 
 # Stand in for inputs that a kernel's constants switch off. Made from values and not by an operation, which
@@ -271,7 +282,7 @@ _NO_NUMBERS = mx.array([0], mx.float32)
 def _route_arguments(
     logits: mx.array,
     resident: mx.array | None,
-    tables: mx.array | None,
+    tables: NDArray[np.float32] | None,
     row_kind: mx.array | None,
     top_k: int,
     router: Router,
@@ -297,7 +308,7 @@ def _route_arguments(
     if resident is None or tables is None or row_kind is None:
         if resident is not None:
             raise InputError("a residency map needs tables and row_kind as well")
-        tables, row_kind = _NO_NUMBERS, None
+        tables, row_kind = np.ones((2, 2, top_k), np.float32), None
     elif tuple(tables.shape) != (2, 2, top_k) or tuple(row_kind.shape) != (rows,):
         raise InputError(
             f"tables have shape {tuple(tables.shape)} and row_kind {tuple(row_kind.shape)}, "
@@ -306,10 +317,9 @@ def _route_arguments(
     inputs = [
         logits,
         _NOTHING if resident is None else resident,
-        tables,
+        _numbers(tables.tobytes(), scale),
         _head_rows(rows) if row_kind is None else row_kind,
         _NO_NUMBERS if bias is None else bias,
-        _scalar(scale),
     ]
     constants = (
         ("E", experts),
@@ -331,14 +341,21 @@ def _check_experts(experts: int, resident: mx.array | None) -> None:
         raise InputError(f"the residency map has shape {tuple(resident.shape)}, expected ({experts},)")
 
 
-def _plan_shapes(experts: int, entries: int) -> tuple[tuple[int, ...], ...]:
+def _plan_shape(experts: int, entries: int) -> tuple[int]:
+    return (3 * min(experts, entries) + entries + 1,)
+
+
+def _plan_parts(plan: mx.array, experts: int, entries: int) -> list[mx.array]:
+    """Experts, offsets, counts, entries and the number of groups, from the one array that holds them."""
     groups = min(experts, entries)
-    return ((groups,),) * 3 + ((entries,), ())
+    bounds = (0, groups, 2 * groups, 3 * groups, 3 * groups + entries)
+    return [*(plan[start:stop] for start, stop in itertools.pairwise(bounds)), plan[-1]]
 
 
 @cache
-def _scalar(value: float) -> mx.array:
-    return mx.array([value], mx.float32)
+def _numbers(tables: bytes, scale: float) -> mx.array:
+    """The tables and the scale as one input, since each input of a launch costs the host time."""
+    return mx.array([*np.frombuffer(tables, np.float32).tolist(), scale], mx.float32)
 
 
 @cache

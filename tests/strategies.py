@@ -81,14 +81,10 @@ def draw_case(rng: np.random.Generator, policy: RoutingPolicy, **fixed: Any) -> 
     bias = None
     if router == "sigmoid":
         logits = 0.2 * logits - 2.0
-        bias = (
-            rng.normal(scale=0.3, size=experts).astype(np.float32) if pick("biased", [True, False]) else None
-        )
+        bias = rng.normal(scale=0.3, size=experts).astype(np.float32) if pick("biased", [True, False]) else None
         if pick("grouped", [True, False]):
             options |= {"n_group": 8 if experts % 16 else 4, "topk_group": 8 if experts < 32 else 3}
-            options["topk_group"] = max(
-                -(-top_k // (experts // options["n_group"])), min(3, options["n_group"])
-            )
+            options["topk_group"] = max(-(-top_k // (experts // options["n_group"])), min(3, options["n_group"]))
     residency = pick("residency", ["some", "some", "all", "none", "few", "unknown"])
     share = {"some": 0.5, "all": 1.0, "none": 0.0, "few": 0.1}.get(residency)
     return RoutingCase(

@@ -32,7 +32,7 @@ def select_kernel(
     ids, weights = kernels.route_select(
         logits,
         resident,
-        None if resident is None else _on_device(tables.tobytes(), tables.shape[-1]),
+        None if resident is None else tables,
         kinds,
         bias=bias,
         build=build,
@@ -82,8 +82,3 @@ def disagreement(executor: Executor) -> str | None:
         if not (np.abs(got_weights - weights) <= TOLERANCE).all():
             return f"{name}, its weights are off by up to {np.abs(got_weights - weights).max():.1e}"
     return None
-
-
-@cache
-def _on_device(tables: bytes, top_k: int) -> mx.array:
-    return mx.array(np.frombuffer(tables, np.float32).reshape(2, 2, top_k))

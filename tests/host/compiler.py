@@ -47,17 +47,13 @@ def compiler() -> tuple[str, str]:
     """The C++ compiler and what it says about its version."""
     for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
         if path := shutil.which(name):
-            return path, subprocess.run(
-                [path, "--version"], capture_output=True, text=True, check=True
-            ).stdout
+            return path, subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
     raise Fault("the test host needs a C++ compiler and found none: install g++ or clang++, or set CXX")
 
 
 @cache
 def _build_folder() -> Path:
-    folder = Path(
-        os.environ.get("STRATA_HOST_CACHE") or Path(tempfile.gettempdir()) / f"strata-host-{os.getuid()}"
-    )
+    folder = Path(os.environ.get("STRATA_HOST_CACHE") or Path(tempfile.gettempdir()) / f"strata-host-{os.getuid()}")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.getuid():  # what lies there is loaded as code
         raise Fault(f"{folder} belongs to another user: set STRATA_HOST_CACHE to a folder of your own")
@@ -67,8 +63,7 @@ def _build_folder() -> Path:
 @cache
 def _fixed_text() -> str:
     return "".join(
-        path.read_text()
-        for path in [*sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp")), DIALECT / "host.h"]
+        path.read_text() for path in [*sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp")), DIALECT / "host.h"]
     )
 
 

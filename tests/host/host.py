@@ -118,10 +118,7 @@ def host_kernel(
                 "got {} inputs, {} output shapes and {} dtypes".format(*given)
             )
         ins = [_buffer(value) for value in inputs]
-        outs = [
-            _poisoned(shape, dtype, init_value)
-            for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
-        ]
+        outs = [_poisoned(shape, dtype, init_value) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
         text = kernel.generate(ins, outs, template)
         results = (_run_sanitized if sanitize else _run)(kernel, text, ins, outs, grid, threadgroup, seed)
         as_mlx = len(inputs) > 0 and isinstance(inputs[0], mx.array)
@@ -254,9 +251,7 @@ def _poisoned(shape: Sequence[int], dtype: Any, init_value: float | None) -> Buf
     name = _dtype_name(dtype)
     data = np.empty(tuple(shape), TYPES[name][1])
     if init_value is not None:
-        data = np.array(
-            mx.full(tuple(shape), init_value, getattr(mx, name + "_" * (name == "bool"))).view(mx.uint8)
-        )
+        data = np.array(mx.full(tuple(shape), init_value, getattr(mx, name + "_" * (name == "bool"))).view(mx.uint8))
         return Buffer(data.view(TYPES[name][1]).reshape(tuple(shape)), name)
     if name == "bfloat16":
         data.fill(0x7FC1)

@@ -69,9 +69,7 @@ def test_a_simdgroup_that_shares_memory_needs_a_barrier_too() -> None:
     """
     ordered = mutate(body, "    out[", "    simdgroup_barrier(mem_flags::mem_threadgroup);\n    out[")
     for seed in range(4):
-        racing, right = (
-            launch(text, seed=seed, grid=32, shape=(32,), dtype=np.uint32) for text in (body, ordered)
-        )
+        racing, right = (launch(text, seed=seed, grid=32, shape=(32,), dtype=np.uint32) for text in (body, ordered))
         np.testing.assert_array_equal(right, (np.arange(32) + 1) % 32)
         assert not np.array_equal(racing, right)
 
@@ -145,9 +143,7 @@ def test_collectives_take_in_the_lanes_that_are_left() -> None:
 def test_float_sums_do_not_depend_on_the_order_of_arrival() -> None:
     values = np.random.default_rng(1).normal(size=64).astype(np.float32)
     results = {
-        launch(
-            "out[thread_index_in_threadgroup] = simd_sum(a[thread_index_in_threadgroup]);", values, seed=s
-        ).tobytes()
+        launch("out[thread_index_in_threadgroup] = simd_sum(a[thread_index_in_threadgroup]);", values, seed=s).tobytes()
         for s in range(8)
     }
     assert len(results) == 1
@@ -166,9 +162,7 @@ def test_every_thread_of_any_grid_runs_once(grid: Triple, threadgroup: Triple) -
     """
     for seed in (0, 3):
         shape = (*grid[::-1], 2)
-        got = launch(
-            body, grid=grid, threadgroup=threadgroup, shape=shape, dtype=np.int32, init_value=0, seed=seed
-        )
+        got = launch(body, grid=grid, threadgroup=threadgroup, shape=shape, dtype=np.int32, init_value=0, seed=seed)
         assert (got[..., 0] == 1).all()
         x, size = np.arange(grid[0]), min(threadgroup[0], grid[0])
         expected = x // size * 100 + x % size * 10 + np.minimum(size, grid[0] - x // size * size)
@@ -197,9 +191,7 @@ def test_mlx_arrays_go_in_and_out_in_every_type(dtype: mx.Dtype) -> None:
 
 
 def test_bfloat16_rounds_to_nearest_even_as_mlx_does() -> None:
-    values = mx.array(
-        [*np.random.default_rng(2).normal(size=61).tolist(), float("nan"), float("inf"), 3.4e38]
-    )
+    values = mx.array([*np.random.default_rng(2).normal(size=61).tolist(), float("nan"), float("inf"), 3.4e38])
     got = launch("uint i = thread_position_in_grid.x; out[i] = a[i];", values, dtype=mx.bfloat16)
     assert mx.array_equal(got, values.astype(mx.bfloat16), equal_nan=True)
     (bits,) = host_kernel("bits", ["a"], ["out"], "out[0] = a[0];")(
@@ -323,9 +315,7 @@ def test_the_sanitised_build_gives_the_same_results() -> None:
 
 
 def test_a_compile_error_names_the_kernels_own_line() -> None:
-    with pytest.raises(
-        KernelError, match=r"kernel typo does not compile:\n(.*\n)*typo\.metal:2:.*undeclared_name"
-    ):
+    with pytest.raises(KernelError, match=r"kernel typo does not compile:\n(.*\n)*typo\.metal:2:.*undeclared_name"):
         launch("uint i = 0;\nout[i] = undeclared_name;", name="typo")
 
 
@@ -338,9 +328,7 @@ def test_text_that_only_metal_would_take_is_refused(declaration: str) -> None:
 def test_a_wrong_number_of_arrays_is_refused() -> None:
     kernel = host_kernel("one", ["a"], ["out"], "")
     with pytest.raises(KernelError, match="takes 1 inputs and 1 outputs, got 0 inputs"):
-        kernel(
-            inputs=[], grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[(1,)], output_dtypes=[np.float32]
-        )
+        kernel(inputs=[], grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[(1,)], output_dtypes=[np.float32])
 
 
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

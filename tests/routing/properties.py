@@ -26,9 +26,7 @@ def _property(check: Check) -> Check:
     return check
 
 
-def run(
-    executor: Executor, case: RoutingCase, **changes: Any
-) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
+def run(executor: Executor, case: RoutingCase, **changes: Any) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
     """ids and weights ``[T, K]`` of a case."""
     case = replace(case, **changes)
     ids, weights = select(
@@ -84,9 +82,7 @@ def each_pick_has_the_best_remaining_score(executor: Executor, case: RoutingCase
             offset = reference.selection_offset(p, case.bias, **groups)
         known = None if dead else case.resident
         draft = bool(case.drafts[row])
-        followed = reference.route_row(
-            p, known, case.policy, case.top_k, draft, offset=offset, prescribed=picks
-        )
+        followed = reference.route_row(p, known, case.policy, case.top_k, draft, offset=offset, prescribed=picks)
         slack = NEAR * (np.abs(followed.best) + np.abs(followed.scores))
         slack += NEAR * np.abs(offset[np.isfinite(offset)]).max()
         assert (followed.scores >= followed.best - slack).all()
@@ -163,9 +159,7 @@ def permuting_the_experts_permutes_the_result(executor: Executor, case: RoutingC
 @_property
 def tiny_sums_are_divided_by_the_floor(executor: Executor, case: RoutingCase) -> None:
     options = {"router": "sigmoid", "norm_topk": True, "scale": 1.0}
-    faint = replace(
-        case, logits=case.logits - case.logits.max() - 20, bias=None, options=options, dtype="float32"
-    )
+    faint = replace(case, logits=case.logits - case.logits.max() - 20, bias=None, options=options, dtype="float32")
     ids, weights = run(executor, faint)
     assert weights.sum(axis=1).max() < 0.5
     assert np.abs(weights - own_weights(faint, ids)).max() <= TOLERANCE

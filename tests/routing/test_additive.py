@@ -42,9 +42,7 @@ def cases(**fixed: Any) -> st.SearchStrategy[RoutingCase]:
 
 @pytest.mark.parametrize("policy", NEUTRAL, ids=str)
 @given(case=cases())
-def test_a_neutral_parameter_is_the_plain_router_bit_for_bit(
-    policy: RoutingPolicy, case: RoutingCase
-) -> None:
+def test_a_neutral_parameter_is_the_plain_router_bit_for_bit(policy: RoutingPolicy, case: RoutingCase) -> None:
     ids, weights = route(case, policy)
     plain, plain_weights = route(case, PLAIN)
     assert (ids == plain).all()
@@ -52,9 +50,7 @@ def test_a_neutral_parameter_is_the_plain_router_bit_for_bit(
 
 
 @given(case=cases(), policy=additive_policies())
-def test_without_residents_it_is_the_plain_router_bit_for_bit(
-    case: RoutingCase, policy: RoutingPolicy
-) -> None:
+def test_without_residents_it_is_the_plain_router_bit_for_bit(case: RoutingCase, policy: RoutingPolicy) -> None:
     ids, weights = route(case, policy, known=np.zeros(case.logits.shape[1], bool))
     plain, plain_weights = route(case, PLAIN)
     assert (ids == plain).all()
@@ -81,9 +77,7 @@ def test_it_agrees_with_the_reference(case: RoutingCase, policy: RoutingPolicy) 
 def test_weights_are_the_routers_own_and_ids_distinct(case: RoutingCase, policy: RoutingPolicy) -> None:
     if case.top_k < K:
         return
-    case = RoutingCase(
-        case.logits, case.resident, policy, K, options={**case.options, "topk_group": 1, "n_group": 1}
-    )
+    case = RoutingCase(case.logits, case.resident, policy, K, options={**case.options, "topk_group": 1, "n_group": 1})
     ids, weights = route(case, policy)
     assert all(len(set(row.tolist())) == K for row in ids)
     assert np.isfinite(weights).all()

@@ -81,9 +81,7 @@ def on_ops(name: str, mutant: Callable[..., Any]) -> Executor:
 def on_call(change: Callable[..., Any]) -> Executor:
     """A function around select_ops itself."""
 
-    def executor(
-        logits: mx.array, resident: Any, tables: Tables, draft_rows: mx.array, **options: Any
-    ) -> Any:
+    def executor(logits: mx.array, resident: Any, tables: Tables, draft_rows: mx.array, **options: Any) -> Any:
         return change(logits, resident, tables, draft_rows, options)
 
     return executor

@@ -60,23 +60,17 @@ def test_property_with_extreme_logits(executor: Executor, name: str, case: Routi
     assert np.isfinite(run(executor, case)[1]).all()
 
 
-@pytest.mark.parametrize(
-    ("experts", "top_k", "rows"), [(1024, 16, 3), (1, 1, 1), (16, 16, 2), (512, 10, 2048)]
-)
+@pytest.mark.parametrize(("experts", "top_k", "rows"), [(1024, 16, 3), (1, 1, 1), (16, 16, 2), (512, 10, 2048)])
 def test_sizes(executor: Executor, experts: int, top_k: int, rows: int) -> None:
     logits = np.random.default_rng(0).normal(size=(rows, experts)).astype(np.float32)
     resident = np.arange(experts) % 2 == 0
-    case = RoutingCase(
-        logits, resident, RoutingPolicy(0.85), top_k, options={"norm_topk": True, "scale": 1.0}
-    )
+    case = RoutingCase(logits, resident, RoutingPolicy(0.85), top_k, options={"norm_topk": True, "scale": 1.0})
     ids, weights = run(executor, case)
     assert np.abs(weights - own_weights(case, ids)).max() <= TOLERANCE
 
 
 def test_no_rows_give_no_selections(executor: Executor) -> None:
-    ids, weights = select(
-        mx.zeros((0, 8)), mx.ones(8, mx.bool_), RoutingPolicy(1.0), top_k=2, executor=executor
-    )
+    ids, weights = select(mx.zeros((0, 8)), mx.ones(8, mx.bool_), RoutingPolicy(1.0), top_k=2, executor=executor)
     assert ids.shape == weights.shape == (0, 2)
 
 
