@@ -33,7 +33,7 @@ from strata_mlx.loading import load_model, load_tokenizer
 from strata_mlx.models.plan import ModelPlan, plan_model
 
 NAME = "demo_model_precision"
-DOCUMENTS, LENGTH, BATCH = 30, 385, 10
+DOCUMENTS, LENGTH, BATCH = 16, 385, 8
 LIMIT_PERCENT, LIMIT_MB = 1.0, 30.0
 REST = ("embedding", "lm_head", "attention", "linear_attention", "shared_expert", "router")
 SMALL = Precision(4, 32)
@@ -47,7 +47,7 @@ def candidates() -> Iterator[tuple[str, PrecisionPlan | None]]:
     for bits in (4, 5, 6, 8):
         yield f"experts {bits}/32", PrecisionPlan(None, {"experts": Precision(bits, 32)})
     for part in REST:
-        for bits in (4, 6, 8):
+        for bits in (4, 8):
             yield f"{part} {bits}/64", PrecisionPlan(None, {part: Precision(bits, 64)})
     yield "all 4/32", PrecisionPlan(SMALL)
     yield "all 4/32, router 8/64", PrecisionPlan(SMALL, {"router": Precision(8, 64)})

@@ -88,7 +88,7 @@ def test_a_command_takes_its_own_options_alone(run: Run) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_is_a_program_of_its_own(command: str) -> None:
-    script = f"import sys; from strata_mlx.cli import {command} as run; sys.argv[1:] = ['--help']; run()"
+    script = f"import sys; from strata_mlx.cli import run_{command} as run; sys.argv[1:] = ['--help']; run()"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ended.stdout.startswith(f"usage: strata_mlx.{command} ")
 
@@ -98,7 +98,7 @@ def test_the_installed_programs_are_these_commands() -> None:
 
     scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
     expected = {"strata_mlx": "strata_mlx.cli:main"}
-    expected |= {f"strata_mlx.{command}": f"strata_mlx.cli:{command}" for command in cli.COMMANDS}
+    expected |= {f"strata_mlx.{command}": f"strata_mlx.cli:run_{command}" for command in cli.COMMANDS}
     assert scripts == expected
     assert tuple(cli.COMMANDS) == COMMANDS
 
