@@ -28,36 +28,48 @@ from strata_mlx import kernels
 from strata_mlx.errors import Fault
 from strata_mlx.kernels import MAX_FUSED_ROWS, SIMD, KernelSpec, Launch
 from strata_mlx.routing import RoutingPolicy
-from strata_mlx.routing.ops import plain_router
+from strata_mlx.routing.ops import plain_router, select_ops
+from strata_mlx.routing.plan import plan_ops
 
 LAYERS, TOP_K, REPEATS = 256, 10, 15
 ROWS, EXPERTS = (1, 2, 4, 8, 64, 512), (128, 256, 512)
-Layer = Callable[[mx.array], mx.array]  # logits [T, E] to an array that is ready when the layer is
+Layer = Callable[[mx.array], list[mx.array]]  # logits [T, E] to arrays that are ready when the layer is
 
 
 def layers(rows: int, experts: int) -> dict[str, Layer]:
-    """A function per way of routing, which returns an array that is ready when all of its outputs are."""
+    """A function per way of routing."""
     rng = np.random.default_rng(rows * experts)
     resident = mx.array(rng.random(experts) < 0.5)
     tables = RoutingPolicy(0.85, 0.4, 3).tables(TOP_K)
     kinds = mx.zeros(rows, mx.uint8)
     mx.eval(resident, kinds)
 
-    def selection(x: mx.array) -> mx.array:
-        return kernels.route_select(x, resident, tables, kinds, top_k=TOP_K)[1]
+    drafts = mx.zeros(rows, mx.bool_)
 
-    def both(x: mx.array) -> mx.array:
+    def selection(x: mx.array) -> list[mx.array]:
+        return kernels.route_select(x, resident, tables, kinds, top_k=TOP_K)
+
+    def both(x: mx.array) -> list[mx.array]:
         ids, weights = kernels.route_select(x, resident, tables, kinds, top_k=TOP_K)
-        plan = kernels.group_plan(ids, resident, expert_count=experts)
-        return mx.depends([weights], [plan[0]])[0]
+        return [weights, kernels.group_plan(ids, resident, expert_count=experts)]
 
-    def fused(x: mx.array) -> mx.array:
-        return kernels.route_fused(x, resident, tables, kinds, top_k=TOP_K)[1]
+    def fused(x: mx.array) -> list[mx.array]:
+        return kernels.route_fused(x, resident, tables, kinds, top_k=TOP_K)
 
-    def chain(x: mx.array) -> mx.array:
-        return plain_router(x, TOP_K, True)[1]
+    def ops(x: mx.array) -> list[mx.array]:
+        ids, weights = select_ops(x, resident, tables, drafts, top_k=TOP_K)
+        return [weights, plan_ops(ids, resident, True).entries]
 
-    ways: dict[str, Layer] = {"floor": empty_kernel(rows), "select": selection, "two_kernels": both, "ops": chain}
+    def plain(x: mx.array) -> list[mx.array]:
+        return list(plain_router(x, TOP_K, True))
+
+    ways: dict[str, Layer] = {
+        "floor": empty_kernel(rows),
+        "select": selection,
+        "two_kernels": both,
+        "ops": ops,
+        "plain_ops": plain,
+    }
     return {"fused": fused, **ways} if rows <= MAX_FUSED_ROWS else ways
 
 
@@ -66,8 +78,8 @@ def empty_kernel(rows: int) -> Layer:
     spec = KernelSpec("empty", ("logits",), (("weights", mx.float32),))
     launch = Launch((), (SIMD * rows, 1, 1), (SIMD, 1, 1), ((rows, TOP_K),))
 
-    def run(x: mx.array) -> mx.array:
-        return spec.run([x], launch)[0]
+    def run(x: mx.array) -> list[mx.array]:
+        return spec.run([x], launch)
 
     return run
 
@@ -81,7 +93,7 @@ def microseconds(ways: dict[str, Layer], logits: mx.array) -> dict[str, float]:
             start = time.perf_counter()
             for _ in range(LAYERS):
                 # The same logits again, once this layer's output is there: a dependency and no work.
-                x = mx.depends([logits], [layer(x)])[0]
+                x = mx.depends([logits], layer(x))[0]
             mx.eval(x)
             times[name].append((time.perf_counter() - start) / LAYERS * 1e6)
     return {name: statistics.median(values[2:]) for name, values in times.items()}
@@ -122,7 +134,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(result))
         return
-    names = ("T", "E", "floor", "fused", "select", "two_kernels", "ops", "over_ops", "over_floor")
+    names = ("T", "E", "floor", "fused", "select", "two_kernels", "ops", "plain_ops", "over_ops", "over_floor")
     print(report.table(rows, names))
 
 

@@ -208,8 +208,8 @@ def group_plan(
     expert_count: int,
     split: bool = True,
     build: Build | None = None,
-) -> list[mx.array]:
-    """The entries of a window (entry ``token * K + rank``) grouped by expert.
+) -> mx.array:
+    """The entries of a window (entry ``token * K + rank``) grouped by expert, as one array: see ``unpack_plan``.
 
     Args:
         ids: uint32 ``[T, K]``, each below ``expert_count``.
@@ -219,8 +219,7 @@ def group_plan(
         build: as for ``route_select``.
 
     Returns:
-        uint32 arrays: experts, offsets and counts, each ``[G]`` with ``G = min(E, T * K)``; entries
-        ``[T * K]``; the number of groups ``[]``. The others are empty: expert 0, offset ``T * K``, count 0.
+        uint32 ``[3 * G + T * K + 1]`` with ``G = min(E, T * K)``.
 
     Raises:
         InputError: a size or an argument that the kernel does not take.
@@ -233,7 +232,18 @@ def group_plan(
     grid = (threads if ids.size else 0, 1, 1)
     launch = Launch(constants, grid, (threads, 1, 1), (_plan_shape(expert_count, ids.size),))
     (plan,) = GROUP_PLAN.run([ids, _NOTHING if resident is None else resident], launch, build)
-    return _plan_parts(plan, expert_count, ids.size)
+    return plan
+
+
+def unpack_plan(plan: mx.array, expert_count: int, entries: int) -> list[mx.array]:
+    """The parts of a group plan, uint32: experts, offsets and counts ``[G]``, entries ``[T * K]``, number of groups
+    ``[]``.
+
+    Groups past that number are empty: expert 0, offset ``T * K``, count 0. ``entries`` is ``T * K``.
+    """
+    groups = min(expert_count, entries)
+    bounds = (0, groups, 2 * groups, 3 * groups, 3 * groups + entries)
+    return [*(plan[start:stop] for start, stop in itertools.pairwise(bounds)), plan[-1]]
 
 
 def route_fused(
@@ -252,7 +262,7 @@ def route_fused(
     split: bool = True,
     build: Build | None = None,
 ) -> list[mx.array]:
-    """``route_select`` and ``group_plan`` of a decode window (T up to 8) in one launch: the outputs of both.
+    """``route_select`` and ``group_plan`` of a decode window (T up to 8) in one launch: ids, weights and the plan.
 
     Raises:
         InputError: a size or an argument that the kernel does not take.
@@ -269,8 +279,7 @@ def route_fused(
     constants = (("T", rows), ("SPLIT", split and resident is not None), *constants)
     shapes = ((rows, top_k), (rows, top_k), _plan_shape(experts, rows * top_k))
     launch = Launch(constants, (SIMD * rows, 1, 1), (SIMD * rows, 1, 1), shapes)
-    ids, weights, plan = ROUTE_FUSED.run(inputs, launch, build)
-    return [ids, weights, *_plan_parts(plan, experts, rows * top_k)]
+    return ROUTE_FUSED.run(inputs, launch, build)
 
 
 # Stand in for inputs that a kernel's constants switch off. Made from values and not by an operation, which
@@ -343,13 +352,6 @@ def _check_experts(experts: int, resident: mx.array | None) -> None:
 
 def _plan_shape(experts: int, entries: int) -> tuple[int]:
     return (3 * min(experts, entries) + entries + 1,)
-
-
-def _plan_parts(plan: mx.array, experts: int, entries: int) -> list[mx.array]:
-    """Experts, offsets, counts, entries and the number of groups, from the one array that holds them."""
-    groups = min(experts, entries)
-    bounds = (0, groups, 2 * groups, 3 * groups, 3 * groups + entries)
-    return [*(plan[start:stop] for start, stop in itertools.pairwise(bounds)), plan[-1]]
 
 
 @cache

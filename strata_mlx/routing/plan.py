@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from strata_mlx import kernels
 from strata_mlx.errors import InputError
+from strata_mlx.routing.executors import default_executor, select_kernel
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,14 @@ def plan(ids: mx.array, resident: mx.array | None, split: bool = True) -> GroupP
         raise InputError(f"plan: expected ids uint32 [T, K], found {ids.dtype} {ids.shape}")
     if resident is not None and (resident.ndim != 1 or resident.dtype != mx.bool_):
         raise InputError(f"plan: expected resident bool [E], found {resident.dtype} {resident.shape}")
+    if resident is not None and default_executor() is select_kernel:
+        packed = kernels.group_plan(ids, resident, expert_count=resident.size, split=split)
+        return GroupPlan(*kernels.unpack_plan(packed, resident.size, ids.size))
+    return plan_ops(ids, resident, split)
+
+
+def plan_ops(ids: mx.array, resident: mx.array | None, split: bool) -> GroupPlan:
+    """``plan`` as MLX ops, for arguments that are checked."""
     flat = ids.reshape(-1)
     size = flat.size
     if size == 0:

@@ -84,7 +84,8 @@ def select(case: Case, build: kernels.Build = PLAIN) -> tuple[NDArray[np.uint32]
 
 
 def group_plan(ids: Any, resident: Any, **options: Any) -> list[Any]:
-    return kernels.group_plan(ids, resident, **options)
+    packed = kernels.group_plan(ids, resident, **options)
+    return kernels.unpack_plan(packed, options["expert_count"], ids.size)
 
 
 def probabilities(case: Case) -> NDArray[np.float64]:
@@ -274,11 +275,11 @@ def the_scale_comes_last(build: kernels.Build) -> None:
 def fused_is_select_then_plan(build: kernels.Build) -> None:
     """The two kernels are the originals: the builder under test runs the fused one."""
     case = replace(SOFTMAX, logits=SOFTMAX.logits[:4], row_kind=np.array([0, 1, 1, 1], np.uint8))
-    got = [np.array(x) for x in kernels.route_fused(**case.arguments(), build=build)]
+    got_ids, got_weights, packed = kernels.route_fused(**case.arguments(), build=build)
     ids, weights = select(case)
-    np.testing.assert_array_equal(got[0], ids)
-    np.testing.assert_array_equal(got[1], weights)
-    assert_planned(ids, case.resident, 40, got[2:])
+    np.testing.assert_array_equal(np.array(got_ids), ids)
+    np.testing.assert_array_equal(np.array(got_weights), weights)
+    assert_planned(ids, case.resident, 40, kernels.unpack_plan(packed, 40, ids.size))
 
 
 def fused_does_not_depend_on_the_order_of_threads(build: HostBuild) -> None:
@@ -462,8 +463,11 @@ def run_all(case: Case, build: kernels.Build = PLAIN) -> list[NDArray[Any]]:
     """The outputs of select, plan, and where the window allows it of the fused kernel."""
     selected = kernels.route_select(**case.arguments(), build=build)
     planned = group_plan(selected[0], case.resident, expert_count=case.logits.shape[1], build=build)
-    fused = kernels.route_fused(**case.arguments(), build=build) if len(case.logits) <= 8 else []
-    return [np.array(x) for x in (*selected, *planned, *fused)]
+    outputs = [*selected, *planned]
+    if len(case.logits) <= kernels.MAX_FUSED_ROWS:
+        *chosen, packed = kernels.route_fused(**case.arguments(), build=build)
+        outputs += [*chosen, *kernels.unpack_plan(packed, case.logits.shape[1], selected[0].size)]
+    return [np.array(x) for x in outputs]
 
 
 @pytest.fixture(scope="module", autouse=True)
