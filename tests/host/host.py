@@ -239,7 +239,8 @@ def _dtype_name(dtype: Any) -> str:
 def _buffer(value: Any) -> Buffer:
     if isinstance(value, mx.array):
         name = _dtype_name(value.dtype)
-        return Buffer(np.array(value.view(mx.uint16) if name == "bfloat16" else value), name)
+        # MLX hands kernels row-contiguous inputs, whatever the strides of the arrays are.
+        return Buffer(np.array(value.view(mx.uint16) if name == "bfloat16" else value, order="C"), name)
     if isinstance(value, tuple):
         bits, name = value
         return Buffer(np.ascontiguousarray(bits, TYPES[name][1]).reshape(np.shape(bits)), name)

@@ -190,6 +190,13 @@ def test_mlx_arrays_go_in_and_out_in_every_type(dtype: mx.Dtype) -> None:
     assert mx.array_equal(got, values)
 
 
+def test_an_input_of_other_strides_arrives_row_by_row() -> None:
+    a = mx.array(np.arange(64, dtype=np.float32).reshape(8, 8)).T
+    mx.eval(a)
+    out = launch("out[thread_position_in_grid.x] = a[thread_position_in_grid.x];", a)
+    np.testing.assert_array_equal(out, np.array(a).reshape(-1))
+
+
 def test_bfloat16_rounds_to_nearest_even_as_mlx_does() -> None:
     values = mx.array([*np.random.default_rng(2).normal(size=61).tolist(), float("nan"), float("inf"), 3.4e38])
     got = launch("uint i = thread_position_in_grid.x; out[i] = a[i];", values, dtype=mx.bfloat16)

@@ -26,7 +26,13 @@ def test_property(executor: Executor, name: str, case: RoutingCase) -> None:
 def test_the_weight_of_a_resident_is_recovered_at_rank(
     executor: Executor, rank: int, policy: RoutingPolicy, data: st.DataObject
 ) -> None:
-    case = data.draw(routing_cases(policy=policy, top_k=10, router="softmax", residency="all"))
+    assert_recovered(
+        executor, data.draw(routing_cases(policy=policy, top_k=10, router="softmax", residency="all")), rank
+    )
+
+
+def assert_recovered(executor: Executor, case: RoutingCase, rank: int) -> None:
+    """The weights at ``rank`` are the router's own."""
     ids, weights = run(executor, case)
     error = np.abs(weights[:, rank] - own_weights(case, ids)[:, rank])
     assert error.max() <= TOLERANCE * case.options["scale"]
