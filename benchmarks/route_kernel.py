@@ -28,8 +28,8 @@ from strata_mlx import kernels
 from strata_mlx.errors import Fault
 from strata_mlx.kernels import MAX_FUSED_ROWS, SIMD, KernelSpec, Launch
 from strata_mlx.routing import RoutingPolicy
+from strata_mlx.routing.group_plan import plan_ops
 from strata_mlx.routing.ops import plain_router, select_ops
-from strata_mlx.routing.plan import plan_ops
 
 LAYERS, TOP_K, REPEATS = 256, 10, 15
 ROWS, EXPERTS = (1, 2, 4, 8, 64, 512), (128, 256, 512)

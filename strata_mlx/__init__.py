@@ -6,25 +6,17 @@ model, tokenizer = load()  # the embedded model; or a folder, or a Hugging Face 
 print(generate(model, tokenizer, prompt="class Stack:", max_tokens=100))
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+from ._lazy import lazy
 from ._version import __version__
 from .errors import CheckpointError, Fault, InputError, ModelNotFoundError, StrataError
 
 if TYPE_CHECKING:
     from .engine import GenerationResponse, generate, stream_generate
     from .loading import load
-
-# These need MLX, which takes most of a second to import: not for --help, --version or a wrong option.
-_LAZY = {
-    "GenerationResponse": "engine",
-    "generate": "engine",
-    "load": "loading",
-    "stream_generate": "engine",
-}
+    from .models.moe import set_routing
+    from .routing import Residency, Routing, RoutingPolicy
 
 __all__ = [
     "CheckpointError",
@@ -32,20 +24,30 @@ __all__ = [
     "GenerationResponse",
     "InputError",
     "ModelNotFoundError",
+    "Residency",
+    "Routing",
+    "RoutingPolicy",
     "StrataError",
     "__version__",
     "generate",
     "load",
+    "set_routing",
     "stream_generate",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy(
+    __name__,
+    {
+        "GenerationResponse": "engine",
+        "Residency": "routing",
+        "Routing": "routing",
+        "RoutingPolicy": "routing",
+        "generate": "engine",
+        "load": "loading",
+        "set_routing": "models.moe",
+        "stream_generate": "engine",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .checkpoint.precision import AFFINE_BITS, AFFINE_GROUP_SIZES
 from .device import evaluate
 from .errors import Fault, InputError
-from .models.plan import text_args
+from .models.family import text_args
+from .models.moe import blocks
 
 Sampler = Callable[[mx.array], mx.array]  # log-probabilities [1, V] to a token [1]
 KEPT_TOKENS = 4  # at the beginning of a context, when its cache is of limited size; as in mlx_lm
@@ -94,6 +95,8 @@ def generate_step(
     quantise = _kv_quantiser(cache, model, kv_bits, kv_group_size, quantized_kv_start)
     sampler = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
     _check_tokens(prompt, model)
+    for block in blocks(model):
+        block.routing.begin()
     seen = prompt[:-1]
 
     def step(tokens: mx.array, number: int) -> tuple[mx.array, mx.array, mx.array]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
+from ..routing import RoutingPolicy
 from . import started
 from .options import NotHere, add_kv_cache, add_model, boolean, number, read_prompt, utf8
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from ..engine import GenerationResponse
+    from ..routing import Routing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompt-cache-file", help="state saved by cache_prompt, which the prompt continues")
     add_kv_cache(parser)
+    RoutingPolicy.add_arguments(parser)
+    parser.add_argument(
+        "--residency",
+        type=Path,
+        metavar="FILE",
+        help='which experts count as in memory, as JSON: {"0": [3, 17], ...} by layer; without it, routing is exact',
+    )
     parser.add_argument(
         "--dtype",
         default="auto",
@@ -117,11 +126,13 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     template_config = _template_config(args.chat_template_config)
     text = read_prompt(args.prompt.replace("\\n", "\n").replace("\\t", "\t"))
+    policy = RoutingPolicy.from_args(args)
 
     import mlx.core as mx
 
     from ..engine import make_cache, stream_generate
     from ..loading import load
+    from ..models.moe import make_routing, set_routing
     from ..prompt_cache import check_fits, load_prompt_cache
 
     if args.seed is not None:
@@ -133,6 +144,8 @@ def run(args: argparse.Namespace) -> int:
                 raise InputError(f"{option} comes too late for the saved state in --prompt-cache-file; leave it out")
         saved, args.model = load_prompt_cache(Path(args.prompt_cache_file), args.model)
     model, tokenizer = load(args.model, revision=args.revision, dtype=args.dtype, adapter_path=args.adapter_path)
+    routing = make_routing(model, policy, args.residency)
+    set_routing(model, routing)
     for token in args.extra_eos_token:
         _add_eos(tokenizer, token)
     cache = make_cache(model, args.max_kv_size)
@@ -141,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
         cache = saved
     prompt = _encode(tokenizer, text, args, template_config)
     if args.verbose and not args.json:
-        print(f"{_describe(args, model)}\n{'=' * 10}", flush=True)
+        print(f"{_describe(args, model)}\nRouting: {routing}\n{'=' * 10}", flush=True)
     responses = stream_generate(
         model,
         tokenizer,
@@ -156,10 +169,10 @@ def run(args: argparse.Namespace) -> int:
         prompt_progress_callback=prompt_progress(len(prompt), args.prefill_step_size) if args.verbose else None,
     )
     started()
-    return _print(responses, args)
+    return _print(responses, args, routing)
 
 
-def _print(responses: Any, args: argparse.Namespace) -> int:
+def _print(responses: Any, args: argparse.Namespace, routing: Routing) -> int:
     """Show the text as it comes, then the speeds; Ctrl-C shows those of what has been generated so far."""
     from ..engine import summary
 
@@ -172,7 +185,7 @@ def _print(responses: Any, args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         interrupted = True
     if args.json:
-        print(json.dumps(_record(text, last, interrupted)))
+        print(json.dumps({**_record(text, last, interrupted), "routing": routing.to_dict()}))
     else:
         print()
         if args.verbose:
@@ -273,7 +286,7 @@ def render_chat(
 def _sampler(args: argparse.Namespace, tokenizer: TokenizerWrapper, model: Any) -> Any:
     from mlx_lm.sample_utils import make_sampler
 
-    from ..models.plan import text_args
+    from ..models.family import text_args
 
     vocabulary = text_args(model).vocab_size
     if args.top_k >= vocabulary:

@@ -98,3 +98,8 @@ def check_args(args: Any) -> None:
         raise CheckpointError(f"num_experts is {experts}: this is not a mixture-of-experts model; run it with mlx_lm")
     if not 1 <= top_k <= experts:
         raise CheckpointError(f"num_experts_per_tok is {top_k}, which must lie between 1 and num_experts = {experts}")
+
+
+def text_args(model: nn.Module) -> Any:
+    """The configuration of a model, or of the language model inside it."""
+    return getattr(model, "language_model", model).args

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..routing import Routing
+from ..routing import Residency, Routing, RoutingPolicy
+from .family import text_args
 
 _CHILDREN = ("gate", "switch_mlp", "shared_expert", "shared_expert_gate")
 
@@ -46,6 +48,18 @@ def take_over(layers: Sequence[nn.Module], first: int = 0) -> None:
 def blocks(model: nn.Module) -> list[MoEBlock]:
     """The MoE layers of a model, its MTP head's last."""
     return [module for _, module in model.named_modules() if isinstance(module, MoEBlock)]
+
+
+def make_routing(model: nn.Module, policy: RoutingPolicy, residency: Path | None) -> Routing:
+    """``policy`` for ``model``, with the residency map in a JSON file, if one is given.
+
+    Raises InputError where the policy needs more experts per token than the model has, and for a broken file.
+    """
+    for block in blocks(model):
+        policy.check_top_k(block.top_k)
+    args = text_args(model)
+    layers = args.num_hidden_layers
+    return Routing(policy, Residency.from_json(residency, layers, args.num_experts) if residency else None)
 
 
 def set_routing(model: nn.Module, routing: Routing) -> None:

@@ -18,7 +18,7 @@ from ..checkpoint import Checkpoint, Recipe, TensorEntry
 from ..checkpoint.precision import AFFINE_BITS, AFFINE_GROUP_SIZES, DEFAULTS
 from ..checkpoint.safetensors import FLOATING
 from ..errors import CheckpointError, in_one_line
-from .family import Family
+from .family import Family, text_args
 
 _TRUNK_LAYER = re.compile(r"(?:model\.|language_model\.)+layers\.(\d+)\.")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
@@ -52,11 +52,6 @@ class ModelPlan:
         recipe = self.recipes[parameter]
         total = sum(self.checkpoint.tensors[name].nbytes for name in recipe.sources)
         return total if recipe.half is None else total // 2
-
-
-def text_args(model: nn.Module) -> Any:
-    """The configuration of a model, or of the language model inside it."""
-    return getattr(model, "language_model", model).args
 
 
 def group_of(parameter: str) -> str:

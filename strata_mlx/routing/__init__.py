@@ -1,12 +1,17 @@
 """Which experts a token goes to, and with what weights: policy, selection with recovery, group plan."""
 
-from strata_mlx.routing.additive import LogitRange
-from strata_mlx.routing.ops import Executor, Selection, select_ops
-from strata_mlx.routing.plan import GroupPlan, plan
-from strata_mlx.routing.policy import RoutingPolicy
-from strata_mlx.routing.residency import Residency
-from strata_mlx.routing.routing import Routing
-from strata_mlx.routing.select import select
+from typing import TYPE_CHECKING
+
+from .._lazy import lazy
+from .policy import RoutingPolicy
+
+if TYPE_CHECKING:
+    from .additive import LogitRange
+    from .group_plan import GroupPlan, plan
+    from .ops import Executor, Selection, select_ops
+    from .residency import Residency
+    from .routing import Routing
+    from .selection import select
 
 __all__ = [
     "Executor",
@@ -20,3 +25,18 @@ __all__ = [
     "select",
     "select_ops",
 ]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "Executor": "ops",
+        "GroupPlan": "group_plan",
+        "LogitRange": "additive",
+        "Residency": "residency",
+        "Routing": "routing",
+        "Selection": "ops",
+        "plan": "group_plan",
+        "select": "selection",
+        "select_ops": "ops",
+    },
+)

@@ -1,6 +1,8 @@
 """How the MoE layers of a model choose experts: policy, residency and executor in one value."""
 
+import json
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
@@ -9,7 +11,7 @@ from strata_mlx.routing.executors import default_executor
 from strata_mlx.routing.ops import Executor, Selection, plain_router, select_ops
 from strata_mlx.routing.policy import FACTOR, RoutingPolicy
 from strata_mlx.routing.residency import Residency
-from strata_mlx.routing.select import select
+from strata_mlx.routing.selection import select
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +30,16 @@ class Routing:
     def mode(self) -> str:
         """Is "exact" if the model's own experts are always chosen, "biased" if residents may be preferred."""
         return "biased" if self.policy.active and self.residency and self.residency.layers else "exact"
+
+    def __str__(self) -> str:
+        if self.mode == "biased":
+            return f"biased, {self.policy}"
+        idle = self.policy.active and " (the policy has no residency map to act on)"
+        return f"exact{idle or ''}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Mode and policy, ready for JSON."""
+        return {"mode": self.mode, "policy": json.loads(self.policy.to_json())}
 
     def begin(self) -> None:
         """Forget what a request has taught a cache_prior policy; called when another one begins."""
