@@ -30,6 +30,7 @@ KEYS: dict[str, type] = {
     "generation_tps": float,
     "peak_memory_gb": float,
     "finish_reason": str,
+    "routing": dict,
 }
 Text = Callable[..., str]
 

@@ -1,0 +1,139 @@
+"""The MoE layer: the router's choice goes through strata_mlx.routing, and without a policy nothing changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.utils import load_model as load_with_mlx_lm
+
+from strata_mlx import Residency, Routing, RoutingPolicy, load, set_routing
+from strata_mlx.models.moe import MoEBlock, blocks
+from strata_mlx.routing import select_ops
+from tests.routing.properties import TOLERANCE
+from tests.tiny import FAMILIES, make_checkpoint
+
+TOKENS = mx.array([[1, 5, 9, 30, 7, 7, 100, 2]])
+EXPERTS = 8
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("moe") / request.param, request.param, layout="stacked")
+
+
+@pytest.fixture
+def model(folder: Path) -> nn.Module:
+    return load(folder)[0]
+
+
+def residency(*experts: int) -> Residency:
+    return Residency({layer: np.isin(np.arange(EXPERTS), experts) for layer in range(8)})
+
+
+def logits(model: nn.Module, routing: Routing | None = None) -> mx.array:
+    if routing:
+        set_routing(model, routing)
+    return model(TOKENS)
+
+
+def test_without_a_policy_the_logits_are_mlx_lms_bit_for_bit(folder: Path, model: nn.Module) -> None:
+    theirs, _ = load_with_mlx_lm(folder)
+    assert all(isinstance(layer.mlp, MoEBlock) for layer in model.layers)
+    assert mx.array_equal(logits(model), theirs(TOKENS))
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(RoutingPolicy(2.0)),
+        Routing(RoutingPolicy(2.0), Residency({})),
+        Routing(RoutingPolicy(2.0), residency()),
+        Routing(RoutingPolicy(2.0, protect=2), residency(1, 2, 3)),
+        Routing(RoutingPolicy(-2.0, -1.0, protect=2), residency(1, 2, 3)),
+        Routing(RoutingPolicy(kind="cache_prior"), residency(1, 2, 3)),
+    ],
+    ids=["no map", "no layers", "nothing resident", "all ranks protected", "bonus below 0", "lambda 0"],
+)
+def test_a_policy_that_never_fires_changes_no_bit(model: nn.Module, routing: Routing) -> None:
+    assert mx.array_equal(logits(model), logits(model, routing))
+
+
+def test_a_bonus_changes_what_is_chosen_and_says_biased(model: nn.Module) -> None:
+    plain, routing = logits(model), Routing(RoutingPolicy(4.0), residency(0, 1))
+    assert routing.mode == "biased"
+    assert not mx.allclose(plain, logits(model, routing), atol=1e-3)
+    assert mx.array_equal(plain, logits(model, Routing()))
+
+
+def test_when_everything_is_resident_the_text_is_the_plain_one(model: nn.Module) -> None:
+    """The bonus then favours nobody; only sums are taken in another order."""
+    everything = Routing(RoutingPolicy(1.0), residency(*range(EXPERTS)))
+    assert mx.allclose(logits(model), logits(model, everything), atol=1e-5)
+
+
+@given(
+    policy=st.builds(RoutingPolicy, st.floats(0, 8), st.floats(0, 8), st.integers(0, 2), st.booleans()),
+    resident=st.sets(st.integers(0, EXPERTS - 1)),
+)
+def test_the_mixing_weights_are_the_routers_own(policy: RoutingPolicy, resident: set[int]) -> None:
+    rng = np.random.default_rng(len(resident))
+    scores = rng.normal(size=(1, 5, EXPERTS)).astype(np.float32)
+    routing = Routing(policy, residency(*resident), executor=select_ops)
+    ids, weights = (np.array(x) for x in routing.route(0, mx.array(scores), 2, True))
+    p = np.exp(scores.astype(np.float64))
+    own = np.take_along_axis(p, ids.astype(np.int64), -1)
+    assert np.abs(weights - own / own.sum(-1, keepdims=True)).max() <= TOLERANCE
+
+
+def test_changing_an_expert_that_is_chosen_changes_the_logits(model: nn.Module) -> None:
+    routing = Routing(RoutingPolicy(30.0, protect=1), residency(3))
+    before = logits(model, routing)
+    for block in blocks(model):
+        weight = block.switch_mlp.down_proj.weight
+        block.switch_mlp.down_proj.weight = mx.concatenate([weight[:3], weight[3:4] * 1.01, weight[4:]])
+    assert not mx.array_equal(before, logits(model))
+
+
+def test_the_mean_range_of_cache_prior_begins_anew_with_a_request(model: nn.Module) -> None:
+    routing = Routing(RoutingPolicy(kind="cache_prior", prior_lambda=0.7), residency(0, 1))
+    first = logits(model, routing)
+    routing.begin()
+    assert mx.array_equal(first, logits(model, routing))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[]", "expected an object"),
+        ("{", "not valid JSON"),
+        ('{"x": [1]}', "no layer 'x'"),
+        ('{"2": [1]}', "no layer '2'"),
+        ('{"0": 1}', "expected a list of experts"),
+        ('{"0": [8]}', "experts 0 to 7"),
+        ('{"0": [true]}', "experts 0 to 7"),
+    ],
+)
+def test_a_residency_file_that_does_not_fit_is_one_error(tmp_path: Path, text: str, says: str) -> None:
+    from strata_mlx import InputError
+
+    file = tmp_path / "residency.json"
+    file.write_text(text)
+    with pytest.raises(InputError, match=says) as error:
+        Residency.from_json(file, 2, EXPERTS)
+    assert str(file) in str(error.value)
+
+
+def test_a_residency_file_is_read_by_layer(tmp_path: Path) -> None:
+    file = tmp_path / "residency.json"
+    file.write_text('{"1": [0, 7]}')
+    read = Residency.from_json(file, 2, EXPERTS)
+    assert read.of(0) is None
+    found: Any = read.of(1)
+    assert found.nonzero()[0].tolist() == [0, 7]
