@@ -94,7 +94,6 @@ class KernelSpec:
         kernel = _built(self, launch.constants, kinds, build or default_build())
         return kernel(
             inputs=inputs,
-            template=launch.constants,
             grid=launch.grid,
             threadgroup=launch.threadgroup,
             output_shapes=launch.output_shapes,
@@ -105,6 +104,8 @@ class KernelSpec:
 @cache
 def _built(spec: KernelSpec, constants: Constants, kinds: tuple[tuple[Any, bool], ...], build: Build) -> Kernel:
     header, body = text(spec.name)
+    # Part of the text instead of MLX's template arguments, which it would format anew at every launch.
+    body = "".join(map(_constant, constants)) + body
     # MLX caches compiled kernels by name, and not every version adds all of this to it.
     identity = hashlib.sha256(repr((constants, kinds, header, body)).encode()).hexdigest()[:16]
     return build(
@@ -114,6 +115,12 @@ def _built(spec: KernelSpec, constants: Constants, kinds: tuple[tuple[Any, bool]
         source=body,
         header=header,
     )
+
+
+def _constant(constant: tuple[str, int | bool]) -> str:
+    name, value = constant
+    kind = "bool" if isinstance(value, bool) else "int"
+    return f"constexpr {kind} {name} = {int(value)};\n"
 
 
 def build_metal(**kernel: Any) -> Kernel:
