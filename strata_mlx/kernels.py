@@ -184,7 +184,7 @@ def route_select(
         logits: ``[T, E]`` float32, bfloat16 or float16; E up to 1024.
         resident: bool or uint8 ``[E]``, or None: no score is scaled.
         tables: float32 ``[2, 2, K]`` on the host, what ``RoutingPolicy.tables`` returns; needed with ``resident``.
-        row_kind: uint8 ``[T]``, 0 for head rows, 1 for draft rows; needed with ``resident``.
+        row_kind: bool or uint8 ``[T]``, 0 for head rows, 1 for draft rows; needed with ``resident``.
         top_k: K, up to 16.
         router: "softmax" or "sigmoid".
         norm_topk: divide the weights by their sum (or 2^-14 if that is larger).

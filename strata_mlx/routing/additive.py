@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from strata_mlx.routing.ops import (
+    LOWEST,
     Selection,
     mixing_weights,
     router_probabilities,
@@ -84,12 +85,15 @@ def select_additive(
         offset = selection_offset(probabilities, dead, selection_bias, n_group, topk_group)
     present = resident & ~dead  # [T, E]
     if policy.kind == "cache_prior":
-        bonus = policy.prior_lambda * logit_range.through(logits)
+        bonus, own = policy.prior_lambda * logit_range.through(logits), probabilities
         if router == "softmax":
             raised = probabilities * mx.exp(mx.minimum(bonus, _LARGEST_EXPONENT))
+        elif selection_bias is None:  # as logits, whose order is that of the sigmoids where these are all 1 in float32
+            own = mx.where(probabilities > 0, mx.nan_to_num(logits.astype(mx.float32)), LOWEST)
+            raised = own + bonus
         else:
             raised = mx.sigmoid(logits.astype(mx.float32) + bonus)
-        raised = mx.where(present & (probabilities > 0), raised, probabilities)
+        raised = mx.where(present & (probabilities > 0), raised, own)
         ids = _protected_first(sort_keys(probabilities, offset), sort_keys(raised, offset), policy.protect, top_k)
     else:
         ids = _residents_first(probabilities, offset, present, policy, top_k)

@@ -27,13 +27,12 @@ def select_kernel(
     **options: Any,
 ) -> Selection:
     """``select_ops`` as one kernel launch. ``build`` is what builds the kernel; by default, for MLX's GPU backend."""
-    kinds = None if resident is None else draft_rows.astype(mx.uint8)
     bias = None if selection_bias is None else selection_bias.astype(mx.float32)
     ids, weights = kernels.route_select(
         logits,
         resident,
         None if resident is None else tables,
-        kinds,
+        None if resident is None else draft_rows,
         bias=bias,
         build=build,
         **options,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from strata_mlx.routing.policy import DRAFT, FACTOR, HEAD, INVERSE
 
 WEIGHT_FLOOR = 2.0**-14  # smallest sum of weights that renormalisation divides by
-_LOWEST = float(np.finfo(np.float32).min)
+LOWEST = float(np.finfo(np.float32).min)
 _TINY = float(np.finfo(np.float32).tiny)
 _TAKEN = np.iinfo(np.int64).max  # after every key
 
@@ -127,8 +127,8 @@ def _pick_by_rank(
 def router_probabilities(logits: mx.array, router: str) -> tuple[mx.array, mx.array]:
     """What the router gives each expert, float32 ``[T, E]``, and which rows say nothing, bool ``[T, 1]``."""
     z = logits.astype(mx.float32)
-    z = mx.where(z > _LOWEST, mx.minimum(z, -_LOWEST), _LOWEST)  # no NaN is above anything
-    dead = mx.max(z, axis=-1, keepdims=True) == _LOWEST
+    z = mx.where(z > LOWEST, mx.minimum(z, -LOWEST), LOWEST)  # no NaN is above anything
+    dead = mx.max(z, axis=-1, keepdims=True) == LOWEST
     # The softmax of a dead row is 1/E everywhere.
     p = mx.softmax(z, axis=-1) if router == "softmax" else mx.where(dead, 1.0 / z.shape[-1], mx.sigmoid(z))
     return mx.where(p < _TINY, 0.0, p), dead

@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
 from strata_mlx.routing.additive import LogitRange
 from strata_mlx.routing.executors import default_executor
-from strata_mlx.routing.ops import Executor, Selection, plain_router, select_ops
+from strata_mlx.routing.ops import Executor, Selection, plain_router
 from strata_mlx.routing.policy import FACTOR, RoutingPolicy
 from strata_mlx.routing.residency import Residency
 from strata_mlx.routing.selection import select
@@ -25,6 +26,7 @@ class Routing:
     residency: Residency | None = None
     executor: Executor = field(default_factory=default_executor)
     _ranges: dict[int, LogitRange] = field(default_factory=dict)  # by layer, for cache_prior
+    _maps: dict[int, mx.array | None] = field(default_factory=dict)  # by layer, on the device
 
     @property
     def mode(self) -> str:
@@ -48,36 +50,43 @@ class Routing:
     def route(self, layer: int, logits: mx.array, top_k: int, norm_topk: bool) -> Selection:
         """Experts and weights for router logits ``[..., E]``: ids uint32 and weights float, both ``[..., K]``.
 
-        Where the policy cannot fire and no kernel runs, this is mlx-lm's own chain of operations, bit for bit.
+        Where no score would be scaled, this is mlx-lm's own chain of operations on every device, bit for bit. The
+        kernel is for policies: the chain keeps the weights in half precision, which saves a GPU conversions.
         """
         resident = self._resident(layer, top_k)
-        if resident is None and self.executor is select_ops:
+        if resident is None:
             return plain_router(logits, top_k, norm_topk)
         shape, rows = logits.shape, logits.reshape(-1, logits.shape[-1])
-        heads = mx.zeros(rows.shape[0], dtype=mx.bool_)  # no row is a draft before speculation says so
-        known = self._ranges.get(layer, LogitRange())
+        known = self._ranges.get(layer) if self.policy.kind == "cache_prior" else None
         ids, weights = select(
             rows,
             resident,
             self.policy,
             top_k=top_k,
-            draft_rows=heads,
+            draft_rows=_heads(rows.shape[0]),  # no row is a draft before speculation says so
             norm_topk=norm_topk,
             logit_range=known,
             executor=self.executor,
             layer=layer,
         )
-        if resident is not None and self.policy.kind == "cache_prior":
-            self._ranges[layer] = known.after(rows, rows.shape[0])
+        if self.policy.kind == "cache_prior":
+            self._ranges[layer] = (known or LogitRange()).after(rows, rows.shape[0])
         return ids.reshape(*shape[:-1], top_k), weights.reshape(*shape[:-1], top_k)
 
     def _resident(self, layer: int, top_k: int) -> mx.array | None:
-        """The map of a layer, None where no score would be scaled: then the run is the plain router's to the last
-        bit.
-        """
-        resident = self.residency.of(layer) if self.residency else None
-        if resident is None or not self.policy.active:
-            return None
-        if self.policy.kind == "moce" and (self.policy.tables(top_k)[:, FACTOR] == 1).all():
-            return None
-        return mx.array(resident)
+        """The map of a layer, None where no score would be scaled: then the run is the plain one to the last bit."""
+        if layer not in self._maps:
+            resident = self.residency.of(layer) if self.residency and self.policy.active else None
+            if (
+                resident is not None
+                and self.policy.kind == "moce"
+                and (self.policy.tables(top_k)[:, FACTOR] == 1).all()
+            ):
+                resident = None
+            self._maps[layer] = None if resident is None else mx.array(resident)
+        return self._maps[layer]
+
+
+@cache
+def _heads(rows: int) -> mx.array:
+    return mx.array([False] * rows)

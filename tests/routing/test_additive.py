@@ -73,6 +73,14 @@ def test_it_agrees_with_the_reference(case: RoutingCase, policy: RoutingPolicy) 
     assert np.abs(weights - expected_weights)[agree].max(initial=0) <= TOLERANCE * case.options["scale"]
 
 
+def test_a_large_prior_keeps_the_order_of_the_residents() -> None:
+    """Their raised sigmoids are all 1 in float32; a found counterexample was decided by id instead."""
+    logits = np.linspace(-1.0, 3.0, 32, dtype=np.float32)[None]
+    policy = RoutingPolicy(kind="cache_prior", protect=0, prior_lambda=8.0)
+    ids, _ = select(mx.array(logits), mx.ones(32, mx.bool_), policy, top_k=8, router="sigmoid")
+    assert ids.tolist() == [list(range(31, 23, -1))]
+
+
 @given(case=extreme_cases(), policy=additive_policies())
 def test_weights_are_the_routers_own_and_ids_distinct(case: RoutingCase, policy: RoutingPolicy) -> None:
     if case.top_k < K:
