@@ -1,5 +1,6 @@
 import sys
 
+import pytest
 from hypothesis import settings
 
 # The machine may be busy: how long an example takes says nothing.
@@ -9,3 +10,16 @@ settings.load_profile("patient")
 # The test host runs kernels with ELF sections and glibc's contexts. A Mac has Metal itself, on which the kernels run in
 # tests/routing/test_kernel.py and in benchmarks/routing_conformance.py --executors metal.
 collect_ignore = [] if sys.platform == "linux" else ["host", "kernels"]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Lists the mutants that the tests killed, and what killed each; a mutant that lives is a failed test."""
+    kills = [
+        (report.nodeid.rpartition("[")[2].rstrip("]"), dict(report.user_properties)["killed_by"])
+        for report in terminalreporter.getreports("passed")
+        if "killed_by" in dict(report.user_properties)
+    ]
+    if kills:
+        terminalreporter.section(f"{len(kills)} mutants killed")
+        for name, killer in sorted(kills):
+            terminalreporter.write_line(f"{name}: {killer}")

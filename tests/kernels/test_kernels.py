@@ -492,7 +492,14 @@ def test_kernels_pass(check: Callable[[HostBuild], None]) -> None:
 
 
 @pytest.mark.parametrize(("name", "old", "new", "check"), MUTANTS, ids=[m[0] for m in MUTANTS])
-def test_mutants_are_killed(name: str, old: str, new: str, check: Callable[[HostBuild], None]) -> None:
+def test_mutants_are_killed(
+    name: str,
+    old: str,
+    new: str,
+    check: Callable[[HostBuild], None],
+    record_property: Callable[[str, object], None],
+) -> None:
+    record_property("killed_by", check.__name__)
     with pytest.raises((AssertionError, KernelError)) as death:
         check(HostBuild(edits=((old, new),)))
     assert "does not compile" not in str(death.value), f"{name}: {death.value}"
