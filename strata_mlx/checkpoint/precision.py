@@ -102,6 +102,7 @@ class PrecisionPlan:
                 precision = self.parts[name]
                 break
         if precision and inputs % precision.group_size:
+            part = part.removeprefix("mtp.")  # what the trunk is given, the head takes over
             raise InputError(
                 f"groups of {precision.group_size} do not divide the {inputs} inputs of {path}; choose a smaller "
                 f"--q-group-size "
