@@ -96,8 +96,9 @@ class Rounder:
         for path, (module, weight) in self.weights.items():
             chosen = precision.of(path, weight.shape[-1]) if precision else None
             if chosen:
-                parts = mx.quantize(weight, chosen.group_size, chosen.bits)
-                weight = mx.dequantize(*parts, group_size=chosen.group_size, bits=chosen.bits)
+                codes, scales, biases = mx.quantize(weight, chosen.group_size, chosen.bits)
+                scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)  # bfloat16 would round again
+                weight = mx.dequantize(codes, scales, biases, chosen.group_size, chosen.bits)
             module.weight = arrange(module, weight.astype(mx.float32))
         mx.eval(self.model.parameters())
 
