@@ -17,10 +17,12 @@ from .errors import CheckpointError, Fault, InputError, ModelNotFoundError, Stra
 if TYPE_CHECKING:
     from .engine import GenerationResponse, generate, stream_generate
     from .loading import load
+    from .speculation.retention import RetentionPolicy
 
-# These need MLX, which takes most of a second to import: not for --help, --version or a wrong option.
+# Most of these need MLX, which takes most of a second to import: not for --help, --version or a wrong option.
 _LAZY = {
     "GenerationResponse": "engine",
+    "RetentionPolicy": "speculation.retention",
     "generate": "engine",
     "load": "loading",
     "stream_generate": "engine",
@@ -32,6 +34,7 @@ __all__ = [
     "GenerationResponse",
     "InputError",
     "ModelNotFoundError",
+    "RetentionPolicy",
     "StrataError",
     "__version__",
     "generate",
