@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,17 +10,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.generate import maybe_quantize_kv_cache, wired_limit
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .checkpoint.precision import AFFINE_BITS, AFFINE_GROUP_SIZES
-from .device import evaluate
+from .device import evaluate, integer
 from .errors import Fault, InputError
-from .models.plan import text_args
+from .prefill import Progress, check_tokens, ignore, kv_quantiser, make_cache, plain_forward, read_tokens
 
 Sampler = Callable[[mx.array], mx.array]  # log-probabilities [1, V] to a token [1]
-KEPT_TOKENS = 4  # at the beginning of a context, when its cache is of limited size; as in mlx_lm
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]  # tokens [N], logits [1, V] to logits [1, V]
 
 
@@ -48,21 +44,6 @@ class GenerationResponse:
     finish_reason: str | None = None
 
 
-def make_cache(model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
-    """An empty cache per layer. ``max_kv_size`` bounds those of attention layers: the first tokens and the latest stay.
-
-    Unlike mlx_lm's, the bound holds for models that mix attention with recurrent layers too.
-    """
-    cache = make_prompt_cache(model)
-    if max_kv_size is None:
-        return cache
-    if max_kv_size <= KEPT_TOKENS:
-        raise InputError(
-            f"max_kv_size is {max_kv_size}, which must be more than the {KEPT_TOKENS} tokens that are always kept"
-        )
-    return [RotatingKVCache(max_kv_size, KEPT_TOKENS) if isinstance(layer, KVCache) else layer for layer in cache]
-
-
 def generate_step(
     prompt: mx.array,
     model: nn.Module,
@@ -76,7 +57,7 @@ def generate_step(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
-    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    prompt_progress_callback: Progress | None = None,
 ) -> Iterator[tuple[int, mx.array]]:
     """Yield tokens and their log-probabilities ``[V]``. The arguments are those of mlx_lm.generate.generate_step.
 
@@ -90,10 +71,10 @@ def generate_step(
     if max_tokens < -1:
         raise InputError(f"max_tokens is {max_tokens}; use a positive number, or -1 for no limit")
     cache = make_cache(model, max_kv_size) if prompt_cache is None else prompt_cache
-    report = prompt_progress_callback or _ignore
-    quantise = _kv_quantiser(cache, model, kv_bits, kv_group_size, quantized_kv_start)
+    report = prompt_progress_callback or ignore
+    quantise = kv_quantiser(cache, model, kv_bits, kv_group_size, quantized_kv_start)
     sampler = sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
-    _check_tokens(prompt, model)
+    check_tokens(prompt, model)
     seen = prompt[:-1]
 
     def step(tokens: mx.array, number: int) -> tuple[mx.array, mx.array, mx.array]:
@@ -110,7 +91,7 @@ def generate_step(
         evaluate(result, f"computing token {number}", wait=False)
         return result
 
-    _prefill(prompt[:-1], model, cache, quantise, prefill_step_size, report, prompt.size)
+    read_tokens(prompt[:-1], plain_forward(model, cache, quantise), prefill_step_size, report, prompt.size)
     token, logprobs, total = step(prompt[-1:], 1)
     count = 0
     while count != max_tokens:
@@ -124,30 +105,11 @@ def generate_step(
             )
         if count == 1:
             report(prompt.size, prompt.size)
-        yield _int(token), logprobs
+        yield integer(token), logprobs
         if count % 256 == 0:
             mx.clear_cache()
         if following:
             token, logprobs, total = following
-
-
-def prefill(
-    prompt: mx.array,
-    model: nn.Module,
-    cache: list[Any],
-    *,
-    prefill_step_size: int = 2048,
-    kv_bits: int | None = None,
-    kv_group_size: int = 64,
-    quantized_kv_start: int = 5000,
-    prompt_progress_callback: Callable[[int, int], None] | None = None,
-) -> None:
-    """Bring the whole ``prompt`` ``[N]`` into ``cache``, in place, for a prompt-cache file. Arguments as in
-    generate_step().
-    """
-    _check_tokens(prompt, model)
-    quantise = _kv_quantiser(cache, model, kv_bits, kv_group_size, quantized_kv_start)
-    _prefill(prompt, model, cache, quantise, prefill_step_size, prompt_progress_callback or _ignore, prompt.size)
 
 
 def stream_generate(
@@ -228,71 +190,3 @@ def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) 
         return mx.array(ids, dtype=None if len(ids) else mx.int32)
     except (ValueError, TypeError, RuntimeError) as error:
         raise InputError(f"the prompt is neither text nor a sequence of token ids: {error}") from error
-
-
-def _ignore(*_: int) -> None:
-    pass
-
-
-def _int(array: mx.array) -> int:
-    value = array.item()
-    assert isinstance(value, int)
-    return value
-
-
-def _prefill(
-    tokens: mx.array,
-    model: nn.Module,
-    cache: list[Any],
-    quantise: Callable[[], None],
-    step_size: int,
-    report: Callable[[int, int], None],
-    total: int,
-) -> None:
-    """Bring ``tokens`` into the cache, ``step_size`` at a time, and report progress towards ``total`` tokens."""
-    if step_size < 1:
-        raise InputError(f"prefill_step_size is {step_size}, which must be at least 1")
-    report(0, total)
-    for start in range(0, tokens.size, step_size):
-        chunk = tokens[start : min(start + step_size, tokens.size)]
-        model(chunk[None], cache=cache)
-        quantise()
-        evaluate([layer.state for layer in cache], f"reading tokens {start} to {start + chunk.size} of the prompt")
-        report(start + chunk.size, total)
-        mx.clear_cache()
-
-
-def _check_tokens(tokens: mx.array, model: nn.Module) -> None:
-    if tokens.size == 0:
-        raise InputError("the prompt is empty; give it at least one token")
-    if tokens.ndim != 1 or not mx.issubdtype(tokens.dtype, mx.integer):
-        raise InputError(f"the prompt is {tokens.dtype} of shape {tokens.shape}, expected token ids of shape [N]")
-    vocabulary = text_args(model).vocab_size
-    low, high = _int(mx.min(tokens)), _int(mx.max(tokens))
-    if low < 0 or high >= vocabulary:
-        raise InputError(
-            f"token id {low if low < 0 else high} of the prompt is not in the model's vocabulary of {vocabulary}"
-        )
-
-
-def _kv_quantiser(
-    cache: list[Any], model: nn.Module, bits: int | None, group_size: int, start: int
-) -> Callable[[], None]:
-    """What quantises the attention caches in place once they hold ``start`` tokens; nothing if ``bits`` is None."""
-    if bits is None:
-        return lambda: None
-    head_dim = text_args(model).head_dim
-    if bits not in AFFINE_BITS or group_size not in AFFINE_GROUP_SIZES or head_dim % group_size:
-        raise InputError(
-            f"a KV cache of {bits} bits in groups of {group_size} is not possible: bits must be one of {AFFINE_BITS}, "
-            f"and the group size one of {AFFINE_GROUP_SIZES} that divides the head dimension {head_dim}"
-        )
-    for layer in cache:
-        if isinstance(layer, RotatingKVCache):
-            raise InputError("a cache of limited size cannot be quantised; give max_kv_size or kv_bits, not both")
-        if isinstance(layer, QuantizedKVCache) and (layer.bits, layer.group_size) != (bits, group_size):
-            raise InputError(
-                f"the cache has {layer.bits} bits in groups of {layer.group_size}; ask for the same or for none, not "
-                f"for {bits} in groups of {group_size}"
-            )
-    return functools.partial(maybe_quantize_kv_cache, cache, start, group_size, bits)

@@ -21,7 +21,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from strata_mlx import Fault, GenerationResponse, InputError, generate, load, stream_generate
-from strata_mlx.engine import encode, generate_step, make_cache, prefill, summary
+from strata_mlx.engine import encode, generate_step, summary
+from strata_mlx.prefill import make_cache, prefill
 from strata_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
 from tests.tiny import EOS, FAMILIES, START, make_checkpoint
 

@@ -120,8 +120,9 @@ def run(args: argparse.Namespace) -> int:
 
     import mlx.core as mx
 
-    from ..engine import make_cache, stream_generate
+    from ..engine import stream_generate
     from ..loading import load
+    from ..prefill import make_cache
     from ..prompt_cache import check_fits, load_prompt_cache
 
     if args.seed is not None:
