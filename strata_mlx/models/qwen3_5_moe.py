@@ -7,6 +7,7 @@ from typing import Any
 from mlx_lm.models import qwen3_5, qwen3_5_moe
 
 from .family import Family, check_args
+from .gated_delta import take_over_recurrence
 from .moe import take_over
 from .mtp import MTPHead
 
@@ -22,6 +23,7 @@ class Model(qwen3_5_moe.Model):
             self.mtp = MTPHead(layers, text.hidden_size, text.rms_norm_eps)
             take_over(layers, text.num_hidden_layers)
         take_over(self.layers)
+        take_over_recurrence(self.layers)
 
 
 def _build(config: dict[str, Any], mtp_layers: int) -> Model:

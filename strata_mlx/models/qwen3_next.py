@@ -7,6 +7,7 @@ from typing import Any
 from mlx_lm.models import qwen3_next
 
 from .family import Family, check_args
+from .gated_delta import take_over_recurrence
 from .moe import take_over
 from .mtp import MTPHead
 
@@ -23,6 +24,7 @@ class Model(qwen3_next.Model):
             self.mtp = MTPHead(layers, args.hidden_size, args.rms_norm_eps)
             take_over(layers, args.num_hidden_layers)
         take_over(self.layers)
+        take_over_recurrence(self.layers)
 
 
 def _build(config: dict[str, Any], mtp_layers: int) -> Model:
