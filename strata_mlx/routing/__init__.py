@@ -5,7 +5,7 @@ from strata_mlx.routing.ops import Executor, Selection, select_ops
 from strata_mlx.routing.plan import GroupPlan, plan
 from strata_mlx.routing.policy import RoutingPolicy
 from strata_mlx.routing.residency import Residency
-from strata_mlx.routing.routing import Routing
+from strata_mlx.routing.routing import Routing, verify_window
 from strata_mlx.routing.select import select
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "plan",
     "select",
     "select_ops",
+    "verify_window",
 ]

@@ -1,5 +1,8 @@
 """How the MoE layers of a model choose experts: policy, residency and executor in one value."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -10,6 +13,21 @@ from strata_mlx.routing.ops import Executor, Selection, plain_router, select_ops
 from strata_mlx.routing.policy import FACTOR, RoutingPolicy
 from strata_mlx.routing.residency import Residency
 from strata_mlx.routing.select import select
+
+_verifying: ContextVar[bool] = ContextVar("verifying", default=False)
+
+
+@contextmanager
+def verify_window() -> Iterator[None]:
+    """The forwards in this block are of verify windows: their first row is the head, the later ones are drafts.
+
+    All rows of other forwards, of a prompt or of plain decoding, are heads.
+    """
+    token = _verifying.set(True)
+    try:
+        yield
+    finally:
+        _verifying.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +52,7 @@ class Routing:
         self._ranges.clear()
 
     def route(self, layer: int, logits: mx.array, top_k: int, norm_topk: bool) -> Selection:
-        """Experts and weights for router logits ``[..., E]``: ids uint32 and weights float, both ``[..., K]``.
+        """Experts and weights for router logits ``[..., T, E]``: ids uint32 and weights float, both ``[..., T, K]``.
 
         Where the policy cannot fire and no kernel runs, this is mlx-lm's own chain of operations, bit for bit.
         """
@@ -42,14 +60,14 @@ class Routing:
         if resident is None and self.executor is select_ops:
             return plain_router(logits, top_k, norm_topk)
         shape, rows = logits.shape, logits.reshape(-1, logits.shape[-1])
-        heads = mx.zeros(rows.shape[0], dtype=mx.bool_)  # no row is a draft before speculation says so
+        drafts = mx.arange(rows.shape[0]) % shape[-2] > 0 if _verifying.get() else mx.zeros(rows.shape[0], mx.bool_)
         known = self._ranges.get(layer, LogitRange())
         ids, weights = select(
             rows,
             resident,
             self.policy,
             top_k=top_k,
-            draft_rows=heads,
+            draft_rows=drafts,
             norm_topk=norm_topk,
             logit_range=known,
             executor=self.executor,
