@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .device import evaluate, integer
 from .errors import Fault, InputError
 from .prefill import Progress, check_tokens, ignore, kv_quantiser, make_cache, plain_forward, read_tokens
-
-Sampler = Callable[[mx.array], mx.array]  # log-probabilities [1, V] to a token [1]
-LogitsProcessor = Callable[[mx.array, mx.array], mx.array]  # tokens [N], logits [1, V] to logits [1, V]
+from .speculation.sampling import LogitsProcessor, Sampler
 
 
 @dataclass
