@@ -17,12 +17,14 @@ from .errors import CheckpointError, Fault, InputError, ModelNotFoundError, Stra
 if TYPE_CHECKING:
     from .engine import GenerationResponse, generate, stream_generate
     from .loading import load
+    from .speculation.decoder import SpeculativeDecoder
     from .speculation.retention import RetentionPolicy
 
 # Most of these need MLX, which takes most of a second to import: not for --help, --version or a wrong option.
 _LAZY = {
     "GenerationResponse": "engine",
     "RetentionPolicy": "speculation.retention",
+    "SpeculativeDecoder": "speculation.decoder",
     "generate": "engine",
     "load": "loading",
     "stream_generate": "engine",
@@ -35,6 +37,7 @@ __all__ = [
     "InputError",
     "ModelNotFoundError",
     "RetentionPolicy",
+    "SpeculativeDecoder",
     "StrataError",
     "__version__",
     "generate",

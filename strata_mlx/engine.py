@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .device import evaluate, integer
 from .errors import Fault, InputError
 from .prefill import Progress, check_tokens, ignore, kv_quantiser, make_cache, plain_forward, read_tokens
+from .speculation.decoder import DEFAULT_STEPS, SpeculativeDecoder, Token
+from .speculation.record import Summary
+from .speculation.retention import RetentionPolicy
 from .speculation.sampling import LogitsProcessor, Sampler
+from .speculation.window import check_rollback
 
 
 @dataclass
@@ -27,7 +32,7 @@ class GenerationResponse:
     processors, before the sampler. from_draft: whether a draft head proposed it. prompt_tps, generation_tps: tokens
     per second.
     peak_memory: GB (1e9 bytes) that MLX has held at most. finish_reason: None, "stop" (end-of-sequence token) or
-    "length".
+    "length". speculation: what drafting has come to so far; None where there is none.
     """
 
     text: str
@@ -40,6 +45,7 @@ class GenerationResponse:
     generation_tps: float
     peak_memory: float
     finish_reason: str | None = None
+    speculation: Summary | None = None
 
 
 def generate_step(
@@ -115,21 +121,34 @@ def stream_generate(
     tokenizer: Any,
     prompt: str | mx.array | Sequence[int],
     max_tokens: int = 256,
+    *,
+    mtp: bool | str = "auto",
+    retention: RetentionPolicy | None = None,
+    max_steps: int = DEFAULT_STEPS,
+    drafting: str = "chained",
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
     """Yield a GenerationResponse for each generated token; the last one has a ``finish_reason``.
 
     prompt: text or token ids. max_tokens: at least 1, or -1 for no limit. kwargs: of generate_step().
+    mtp: True drafts with the model's MTP head in every round. "auto" drafts while it pays by the clock, where the model
+    has a head and its caches can be rolled back; greedy text is the same, but a seed does not repeat a sampled one.
+    retention, max_steps, drafting: as in SpeculativeDecoder, for drafts.
     """
     if max_tokens == 0:
         raise InputError("max_tokens is 0: nothing would be generated; use -1 for no limit")
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
     tokens = encode(tokenizer, prompt)
     detokenizer = tokenizer.detokenizer
-    with wired_limit(model):
+    decoder = None
+    if _speculates(model, mtp, kwargs):
+        given = {name: value for name, value in kwargs.items() if name not in _CACHE_OPTIONS}
+        given |= {"retention": retention, "max_steps": max_steps, "drafting": drafting, "auto": mtp == "auto"}
+        decoder = SpeculativeDecoder(model, tokenizer, prompt=tokens, max_tokens=max_tokens, **given)
+    with wired_limit(model), closing(decoder or _plain(tokens, model, max_tokens=max_tokens, **kwargs)) as decoded:
         start = time.perf_counter()
         prompt_time = 0.0
-        for count, (token, logprobs) in enumerate(generate_step(tokens, model, max_tokens=max_tokens, **kwargs), 1):
+        for count, (token, logprobs, from_draft) in enumerate(decoded, 1):
             if count == 1:
                 prompt_time = time.perf_counter() - start
                 start = time.perf_counter()
@@ -143,16 +162,45 @@ def stream_generate(
                 text=detokenizer.last_segment,
                 token=token,
                 logprobs=logprobs,
-                from_draft=False,
+                from_draft=from_draft,
                 prompt_tokens=tokens.size,
                 prompt_tps=tokens.size / prompt_time,
                 generation_tokens=count,
                 generation_tps=count / (time.perf_counter() - start),
                 peak_memory=mx.get_peak_memory() / 1e9,
                 finish_reason=reason,
+                speculation=decoder.summary if decoder else None,
             )
             if reason:
                 return
+
+
+def _plain(tokens: mx.array, model: nn.Module, **kwargs: Any) -> Generator[Token, None, None]:
+    for token, logprobs in generate_step(tokens, model, **kwargs):
+        yield Token(token, logprobs, from_draft=False)
+
+
+_CACHE_OPTIONS = ("max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")  # of generate_step()
+
+
+def _speculates(model: nn.Module, mtp: bool | str, options: dict[str, Any]) -> bool:
+    """Whether to draft. Raises InputError where that is asked for and the caches cannot be rolled back."""
+    if mtp not in (True, False, "auto"):
+        raise InputError(f"mtp is {mtp!r}, expected True, False or 'auto'")
+    if mtp is False or (mtp == "auto" and "mtp" not in model):
+        return False
+    try:
+        for name in ("max_kv_size", "kv_bits"):
+            if options.get(name) is not None:
+                raise InputError(
+                    f"{name} makes caches that speculation cannot roll back; leave it out, or give mtp=False"
+                )
+        check_rollback(options.get("prompt_cache") or [])
+    except InputError:
+        if mtp == "auto":
+            return False
+        raise
+    return True
 
 
 def generate(

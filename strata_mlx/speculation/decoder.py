@@ -112,6 +112,7 @@ class SpeculativeDecoder:
         self.cache = make_cache(model) if prompt_cache is None else prompt_cache
         check_rollback(self.cache)
         self.rounds: list[Round] = []
+        self.summary = Summary()
         self._trunk = Trunk(model)
         self._left = max_tokens  # negative where there is no end
         self._retention, self._max_steps, self._path = retention or RetentionPolicy(), max_steps, drafting
@@ -136,11 +137,6 @@ class SpeculativeDecoder:
     def close(self) -> None:
         """End the text after the token taken last."""
         self._tokens.close()
-
-    @property
-    def summary(self) -> Summary:
-        """Of the rounds so far."""
-        return Summary.of(self.rounds, parked=not self._pacer.drafting)
 
     def _decode(self, prompt: mx.array, step_size: int, report: Progress) -> Generator[Token, None, None]:
         if self._left == 0:
@@ -291,6 +287,7 @@ class SpeculativeDecoder:
             self._pacer.round(record.seconds, committed)
         elif flight.ahead and steady:
             self._pacer.step(record.seconds)
+        self.summary = self.summary.plus(record, parked=not self._pacer.drafting)
 
     def _wait(self, flight: _Flight, wait: bool = True) -> None:
         outcome = flight.outcome

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -41,30 +41,41 @@ class Round:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of the rounds of a text: how many there were and how many of them drafted, drafts by their fate, and the tokens
-    that a round which drafted gave on average (0 where none did). parked: whether drafting was off at the end.
+    """The rounds of a text so far, and of those that drafted: drafts by their fate, and the tokens that they gave.
+
+    parked: whether drafting does not pay at the moment, and is off.
     """
 
-    rounds: int
-    drafting_rounds: int
-    drafted: int
-    retained: int
-    accepted: int
-    tokens_per_round: float
-    parked: bool
+    rounds: int = 0
+    drafting_rounds: int = 0
+    drafted: int = 0
+    retained: int = 0
+    accepted: int = 0
+    tokens: int = 0
+    parked: bool = False
 
-    @classmethod
-    def of(cls, rounds: Sequence[Round], parked: bool) -> Summary:
-        drafting = [each for each in rounds if each.drafted]
-        return cls(
-            rounds=len(rounds),
-            drafting_rounds=len(drafting),
-            drafted=sum(each.drafted for each in drafting),
-            retained=sum(each.retained for each in drafting),
-            accepted=sum(each.accepted for each in drafting),
-            tokens_per_round=sum(each.committed for each in drafting) / max(len(drafting), 1),
-            parked=parked,
+    def plus(self, latest: Round, parked: bool) -> Summary:
+        """With one more round."""
+        if not latest.drafted:
+            return replace(self, rounds=self.rounds + 1, parked=parked)
+        return Summary(
+            self.rounds + 1,
+            self.drafting_rounds + 1,
+            self.drafted + latest.drafted,
+            self.retained + latest.retained,
+            self.accepted + latest.accepted,
+            self.tokens + latest.committed,
+            parked,
         )
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Of the rounds that drafted; 0 where none did."""
+        return self.tokens / max(self.drafting_rounds, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {**asdict(self), "tokens_per_round": self.tokens_per_round}
 
     def __str__(self) -> str:
         return (

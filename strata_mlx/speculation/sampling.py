@@ -18,7 +18,8 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]  # tokens [N], logits
 class Sampling:
     """The settings of mlx_lm.sample_utils.make_sampler, as a sampler of the same draws.
 
-    temp: temperature, more than 0. top_p, min_p, min_tokens_to_keep, top_k: what is cut off, see sampling_logprobs().
+    temp: temperature; 0 always takes the likeliest token. top_p, min_p, min_tokens_to_keep, top_k: what is cut off, see
+    sampling_logprobs().
     """
 
     temp: float = 1.0

@@ -1,6 +1,7 @@
-"""Tiny models with an MTP head, of every family that has one."""
+"""Models with an MTP head: tiny ones of every family that has one, and the embedded one."""
 
 from pathlib import Path
+from typing import Any
 
 import mlx.nn as nn
 import pytest
@@ -12,14 +13,20 @@ WITH_HEAD = ("qwen3_next", "qwen3_5_moe")
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, nn.Module]:
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Model and tokenizer by family."""
     root: Path = tmp_path_factory.mktemp("speculation")
     return {
-        family: load(make_checkpoint(root / family, family, "stacked", mtp="stacked"), mtp=True)[0]
-        for family in WITH_HEAD
+        family: load(make_checkpoint(root / family, family, "stacked", mtp="stacked"), mtp=True) for family in WITH_HEAD
     }
 
 
 @pytest.fixture(params=WITH_HEAD)
-def model(request: pytest.FixtureRequest, models: dict[str, nn.Module]) -> nn.Module:
-    return models[request.param]
+def model(request: pytest.FixtureRequest, pairs: dict[str, Any]) -> nn.Module:
+    result: nn.Module = pairs[request.param][0]
+    return result
+
+
+@pytest.fixture(scope="session")
+def embedded() -> Any:
+    return load(mtp=True)

@@ -33,7 +33,7 @@ def values(steps: list[Step]) -> tuple[list[int], list[float]]:
 def chain_of_reference(model: nn.Module, family: str, hidden: mx.array, steps: int) -> tuple[list[int], list[float]]:
     """Drafts and their probabilities after TOKENS, each computed from the beginning."""
     trunk, weights = Trunk(model), Weights.of_tiny(family)
-    text, states = list(np.array(TOKENS[1:])), np.array(hidden[0])
+    text, states = np.array(TOKENS[1:]).tolist(), np.array(hidden[0])
     drafts, probabilities = [], []
     for _ in range(steps):
         embedding = np.array(trunk.embed(mx.array(text)))
