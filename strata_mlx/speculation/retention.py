@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as dataclass_fields
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol, SupportsFloat
 
 from ..errors import InputError
 
@@ -24,6 +24,12 @@ SCHEDULE_VARIABLE = "STRATA_METAL_SPEC_MIN_P_SCHEDULE"
 CUMULATIVE_VARIABLE = "STRATA_METAL_SPEC_MIN_CUM_P"
 PATHS = ("chained", "stepwise")
 MAX_SCHEDULE = 8
+
+
+class Array(Protocol):
+    """An array of NumPy or MLX."""
+
+    def tolist(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class RetentionPolicy:
             raise InputError(f"retention: path is {path!r}, expected one of {', '.join(PATHS)}")
         return Gate(self, path)
 
-    def retain(self, probs: Iterable[float], path: str = "chained") -> int:
+    def retain(self, probs: Iterable[SupportsFloat] | Array, path: str = "chained") -> int:
         """How many of a round's drafts to verify.
 
         Args:
@@ -90,7 +96,8 @@ class RetentionPolicy:
             InputError: another path, or probabilities that are no numbers.
         """
         gate = self.gate(path)
-        for p in probs.tolist() if hasattr(probs, "tolist") else probs:
+        values: Iterable[Any] = probs.tolist() if hasattr(probs, "tolist") else probs
+        for p in values:
             gate.offer(p)
             if not gate.open:
                 break
@@ -181,7 +188,7 @@ class Gate:
         self._keeps_first_failure = self._legacy and path == "stepwise"
         self._product = 1.0  # a Python float is a double
 
-    def offer(self, p: float) -> bool:
+    def offer(self, p: SupportsFloat) -> bool:
         """Whether the next candidate, of probability ``p``, is kept. ``open`` says whether another one may be.
 
         Raises:
@@ -292,7 +299,7 @@ def _of_length(schedule: tuple[float, ...]) -> tuple[float, ...]:
     return schedule
 
 
-def _observed(p: float) -> float:
+def _observed(p: SupportsFloat) -> float:
     try:
         return float(p)
     except OverflowError:
