@@ -26,7 +26,7 @@ PATHS = ("chained", "stepwise")
 MAX_SCHEDULE = 8
 
 
-class Array(Protocol):
+class _Array(Protocol):
     """An array of NumPy or MLX."""
 
     def tolist(self) -> Any: ...
@@ -81,7 +81,7 @@ class RetentionPolicy:
             raise InputError(f"retention: path is {path!r}, expected one of {', '.join(PATHS)}")
         return Gate(self, path)
 
-    def retain(self, probs: Iterable[SupportsFloat] | Array, path: str = "chained") -> int:
+    def retain(self, probs: Iterable[SupportsFloat] | _Array, path: str = "chained") -> int:
         """How many of a round's drafts to verify.
 
         Args:
@@ -196,9 +196,8 @@ class Gate:
         """
         if not self.open:
             return False
-        keep = self.open = self._passes(_observed(p))
-        if not keep and self._keeps_first_failure:
-            keep = True
+        self.open = self._passes(_observed(p))
+        keep = self.open or self._keeps_first_failure
         self.kept += keep
         return keep
 
@@ -250,7 +249,8 @@ def _read(environ: Mapping[str, str]) -> dict[str, Any]:
                 problems.append(f"{variable}={reprlib.repr(environ[variable])}: {error}")
     if not problems:
         return settings
-    print(f"warning: {'; '.join(problems)}; the whole setting is ignored and min_p alone applies", file=sys.stderr)
+    if sys.stderr:  # closed, print would write to standard output
+        print(f"warning: {'; '.join(problems)}; both settings are ignored and min_p alone applies", file=sys.stderr)
     return {}
 
 

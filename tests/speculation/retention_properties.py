@@ -1,6 +1,6 @@
 """What the retention policy must satisfy, for any policy and any observations: checks in one registry.
 
-The same checks run on the policy and, in ``test_mutants.py``, on broken ones.
+The same checks run on the policy and, in ``test_retention_mutants.py``, on broken ones.
 """
 
 import math
@@ -107,9 +107,10 @@ def a_schedule_replaces_min_p(policy: RetentionPolicy, probs: list[float]) -> No
 
 @_property
 def the_last_of_a_schedule_repeats(policy: RetentionPolicy, probs: list[float]) -> None:
-    schedule = (policy.schedule or (policy.min_p,))[:4]
-    long = RetentionPolicy(0, (*schedule, *schedule[-1:] * 4), policy.min_cum_p)
-    assert RetentionPolicy(0, schedule, policy.min_cum_p).retain([*probs, *probs]) == long.retain([*probs, *probs])
+    schedule = (policy.schedule or (policy.min_p,))[:2]
+    long = RetentionPolicy(0, (*schedule, *schedule[-1:] * 6), policy.min_cum_p)
+    for start in ([], [1.0] * len(schedule)):
+        assert RetentionPolicy(0, schedule, policy.min_cum_p).retain(start + probs) == long.retain(start + probs)
 
 
 @_property

@@ -238,7 +238,12 @@ def test_flags_go_over_variables(capsys: pytest.CaptureFixture[str]) -> None:
 
 def run(script: str, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
     root = str(Path(strata_mlx.__file__).resolve().parent.parent)
-    command = [sys.executable, *options, "-c", "import os\nfrom strata_mlx import InputError, RetentionPolicy\n" + script]
+    command = [
+        sys.executable,
+        *options,
+        "-c",
+        "import os\nfrom strata_mlx import InputError, RetentionPolicy\n" + script,
+    ]
     return subprocess.run(
         command, env={**os.environ, "PYTHONPATH": root, **environ}, capture_output=True, text=True, check=True
     )
