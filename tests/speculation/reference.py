@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +92,7 @@ def sampler_law(
     return np.asarray(weights / weights.sum())
 
 
-def chi_square_p(observed: Mapping[Outcome, int], law: Mapping[Outcome, float]) -> float:
+def chi_square_p(observed: Mapping[Any, int], law: Mapping[Any, float]) -> float:
     """p-value of draws against a law: Pearson's statistic, rare cells joined, by Wilson and Hilferty's normal form.
 
     0 where an outcome was drawn that the law excludes.
