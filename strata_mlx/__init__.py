@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .loading import load
     from .models.moe import set_routing
     from .routing import Residency, Routing, RoutingPolicy
+    from .speculation.decoder import SpeculativeDecoder
+    from .speculation.retention import RetentionPolicy
 
 __all__ = [
     "CheckpointError",
@@ -25,8 +27,10 @@ __all__ = [
     "InputError",
     "ModelNotFoundError",
     "Residency",
+    "RetentionPolicy",
     "Routing",
     "RoutingPolicy",
+    "SpeculativeDecoder",
     "StrataError",
     "__version__",
     "generate",
@@ -40,8 +44,10 @@ __getattr__ = lazy(
     {
         "GenerationResponse": "engine",
         "Residency": "routing",
+        "RetentionPolicy": "speculation.retention",
         "Routing": "routing",
         "RoutingPolicy": "routing",
+        "SpeculativeDecoder": "speculation.decoder",
         "generate": "engine",
         "load": "loading",
         "set_routing": "models.moe",

@@ -57,3 +57,10 @@ def evaluate(arrays: Any, doing: str, *, wait: bool = True) -> None:
         (mx.eval if wait else mx.async_eval)(arrays)
     except (RuntimeError, MemoryError) as error:
         raise Fault(f"{doing}: {error}") from error
+
+
+def integer(array: mx.array) -> int:
+    """The value of a scalar array of integers."""
+    value = array.item()
+    assert isinstance(value, int)
+    return value

@@ -30,7 +30,7 @@ def load(
     revision: str | None = None,
     dtype: str = "auto",
     adapter_path: str | os.PathLike[str] | None = None,
-    mtp: bool = False,
+    mtp: bool | str = False,
     tokenizer_config: dict[str, Any] | None = None,
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load a model and its tokenizer.
@@ -38,15 +38,15 @@ def load(
     path_or_hf_repo: a folder or a Hugging Face repository; None is the embedded model. revision: of the repository.
     dtype: what floating parameters are computed in; "auto" is float32 on the CPU and the checkpoint's own type
     elsewhere.
-    adapter_path: a folder of trained LoRA adapters. mtp: load the MTP head too, as ``model.mtp``. tokenizer_config:
-    options for the tokenizer's constructor.
+    adapter_path: a folder of trained LoRA adapters. mtp: load the MTP head too, as ``model.mtp``; "auto" where there
+    is one. tokenizer_config: options for the tokenizer's constructor.
 
     Returns the model, a module that maps tokens ``[B, T]`` and a cache to logits ``[B, T, V]`` and that mlx_lm's
     functions take as well, and the tokenizer. Raises StrataError for whatever is wrong with name, files or memory.
     """
     checkpoint = Checkpoint.open(find_model(path_or_hf_repo, revision=revision))
-    plan = plan_model(checkpoint, mtp=mtp)
-    if mtp and not plan.mtp_layers:
+    plan = plan_model(checkpoint, mtp=bool(mtp))
+    if mtp is True and not plan.mtp_layers:
         raise CheckpointError(f"{checkpoint.path}: holds no MTP head (mtp.* tensors)")
     with ThreadPoolExecutor(max_workers=1) as pool:  # reading weights leaves the interpreter free
         tokenizer = pool.submit(load_tokenizer, checkpoint, tokenizer_config)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from strata_mlx.routing import RoutingPolicy
+from strata_mlx.speculation.retention import RetentionPolicy
 
 # Logits are multiples of this. It is no difference of round bonuses, so that scores which are not equal by
 # construction are well apart: a pick can then be compared exactly.
@@ -159,3 +160,16 @@ def windows(draw: st.DrawFn) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     ids = np.array([rng.permutation(experts)[:top_k] for _ in range(rows)], np.uint32).reshape(rows, top_k)
     return ids, rng.random(experts) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+
+
+# Round numbers meet each other exactly, also as products; the rest is anything.
+likelihoods = st.sampled_from([0.0, 0.1, 0.25, 0.35, 0.5, 0.7, 0.9, 1.0]) | st.floats(0, 1)
+observations = likelihoods | st.sampled_from([np.nan, np.inf, -np.inf, -0.1, -5e-324, float(np.nextafter(1, 2)), 2.0])
+schedules = st.lists(likelihoods, min_size=1, max_size=8).map(tuple)
+
+
+@st.composite
+def retention_policies(draw: st.DrawFn) -> RetentionPolicy:
+    """Neither gate, either, or both."""
+    schedule = draw(st.none() | schedules)
+    return RetentionPolicy(draw(likelihoods), schedule, draw(st.just(0.0) | likelihoods.map(lambda p: p**2)))

@@ -21,7 +21,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from strata_mlx import Fault, GenerationResponse, InputError, generate, load, stream_generate
-from strata_mlx.engine import encode, generate_step, make_cache, prefill, summary
+from strata_mlx.engine import encode, generate_step, summary
+from strata_mlx.prefill import make_cache, prefill
 from strata_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
 from tests.tiny import EOS, FAMILIES, START, make_checkpoint
 
@@ -159,7 +160,7 @@ def test_a_response_has_the_fields_of_mlx_lms_response() -> None:
     def fields(kind: Any) -> list[tuple[str, Any]]:
         return [(field.name, field.default) for field in dataclasses.fields(kind)]
 
-    assert fields(GenerationResponse) == fields(ReferenceResponse)
+    assert fields(GenerationResponse) == [*fields(ReferenceResponse), ("speculation", None)]
 
 
 def test_responses_equal_those_of_mlx_lm_in_all_but_time(pair: Pair) -> None:

@@ -10,7 +10,8 @@ import pytest
 from mlx_lm.models import cache as reference
 
 from strata_mlx import Fault, InputError, load
-from strata_mlx.engine import generate_step, make_cache, prefill
+from strata_mlx.engine import generate_step
+from strata_mlx.prefill import make_cache, prefill
 from strata_mlx.prompt_cache import check_fits, load_prompt_cache, save_prompt_cache
 from tests.tiny import FAMILIES, make_checkpoint
 

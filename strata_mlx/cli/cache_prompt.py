@@ -32,8 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     text = read_prompt(args.prompt)
 
-    from ..engine import encode, make_cache, prefill
+    from ..engine import encode
     from ..loading import load
+    from ..prefill import make_cache, prefill
     from ..prompt_cache import check_destination, save_prompt_cache
     from .generate import prompt_progress, render_chat
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from ..routing import RoutingPolicy
+from ..speculation.retention import RetentionPolicy
 from . import started
 from .options import NotHere, add_kv_cache, add_model, boolean, number, read_prompt, utf8
 
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_chat(parser)
     _add_sampling(parser)
+    _add_speculation(parser)
     parser.add_argument(
         "--prefill-step-size",
         type=number(int, 1),
@@ -123,16 +125,39 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=number(int, 0, 2**64 - 1), help="makes sampling repeatable")
 
 
+def _add_speculation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mtp",
+        nargs="?",
+        choices=("on", "off", "auto"),
+        const="on",
+        default="auto",
+        help="draft with the model's MTP head: in every round (no value needed), never, or as long as it pays by the "
+        "clock, which is off where --seed must repeat a sampled text",
+    )
+    parser.add_argument("--no-mtp", dest="mtp", action="store_const", const="off", help="as --mtp off")
+    parser.add_argument("--mtp-max-steps", type=number(int, 1, 8), default=3, help="drafts in a round")
+    parser.add_argument(
+        "--drafting",
+        choices=("chained", "stepwise"),
+        default="chained",
+        help="make all drafts in one evaluation, or each in its own, to stop where the floors below do",
+    )
+    RetentionPolicy.add_arguments(parser)
+
+
 def run(args: argparse.Namespace) -> int:
     template_config = _template_config(args.chat_template_config)
+    retention, mtp = RetentionPolicy.from_args(args), _mtp(args)
     text = read_prompt(args.prompt.replace("\\n", "\n").replace("\\t", "\t"))
     policy = RoutingPolicy.from_args(args)
 
     import mlx.core as mx
 
-    from ..engine import make_cache, stream_generate
+    from ..engine import stream_generate
     from ..loading import load
     from ..models.moe import make_routing, set_routing
+    from ..prefill import make_cache
     from ..prompt_cache import check_fits, load_prompt_cache
 
     if args.seed is not None:
@@ -143,7 +168,9 @@ def run(args: argparse.Namespace) -> int:
             if value is not None:
                 raise InputError(f"{option} comes too late for the saved state in --prompt-cache-file; leave it out")
         saved, args.model = load_prompt_cache(Path(args.prompt_cache_file), args.model)
-    model, tokenizer = load(args.model, revision=args.revision, dtype=args.dtype, adapter_path=args.adapter_path)
+    model, tokenizer = load(
+        args.model, revision=args.revision, dtype=args.dtype, adapter_path=args.adapter_path, mtp=mtp
+    )
     routing = make_routing(model, policy, args.residency)
     set_routing(model, routing)
     for token in args.extra_eos_token:
@@ -160,6 +187,10 @@ def run(args: argparse.Namespace) -> int:
         tokenizer,
         prompt,
         max_tokens=args.max_tokens,
+        mtp=mtp,
+        retention=retention,
+        max_steps=args.mtp_max_steps,
+        drafting=args.drafting,
         sampler=_sampler(args, tokenizer, model),
         prompt_cache=cache,
         prefill_step_size=args.prefill_step_size,
@@ -191,6 +222,8 @@ def _print(responses: Any, args: argparse.Namespace, routing: Routing) -> int:
         if args.verbose:
             print("=" * 10)
             print(summary(last) if last else "interrupted before the first token")
+            if last and last.speculation:
+                print(last.speculation)
     return 130 if interrupted else 0
 
 
@@ -204,7 +237,15 @@ def _record(text: str, last: GenerationResponse | None, interrupted: bool) -> di
         "generation_tps": last and last.generation_tps,
         "peak_memory_gb": last and last.peak_memory,
         "finish_reason": "interrupted" if interrupted else last and last.finish_reason,
+        "mtp": last.speculation.to_dict() if last and last.speculation else None,
     }
+
+
+def _mtp(args: argparse.Namespace) -> bool | str:
+    """As stream_generate() takes it."""
+    if args.mtp == "auto" and (args.max_kv_size or args.kv_bits or (args.seed is not None and args.temp > 0)):
+        return False
+    return {"on": True, "off": False}.get(args.mtp, "auto")
 
 
 def _describe(args: argparse.Namespace, model: Any) -> str:
@@ -287,12 +328,15 @@ def _sampler(args: argparse.Namespace, tokenizer: TokenizerWrapper, model: Any) 
     from mlx_lm.sample_utils import make_sampler
 
     from ..models.family import text_args
+    from ..speculation.sampling import Sampling
 
     vocabulary = text_args(model).vocab_size
     if args.top_k >= vocabulary:
         raise InputError(f"--top-k {args.top_k} must be less than the model's {vocabulary} tokens")
     if args.min_tokens_to_keep > vocabulary:
         raise InputError(f"--min-tokens-to-keep {args.min_tokens_to_keep} is more than the model's {vocabulary} tokens")
+    if args.xtc_probability == 0:
+        return Sampling(args.temp, args.top_p, args.min_p, args.min_tokens_to_keep, args.top_k)
     return make_sampler(
         args.temp,
         args.top_p,

@@ -1,4 +1,4 @@
-"""Show what a checkpoint holds and what memory it needs. Reads headers only.
+"""Show what a checkpoint holds and what memory it needs. Reads headers only, unless --probe-mtp is given.
 
 strata_mlx inspect
 strata_mlx inspect --model FOLDER --json
@@ -16,6 +16,11 @@ from .options import add_model, number
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--context", type=number(int, 1), default=4096, help="tokens of context to reckon memory for")
+    parser.add_argument(
+        "--probe-mtp",
+        action="store_true",
+        help="run the model, and measure which hidden states its MTP head takes (mtp_hidden in config.json)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -26,11 +31,26 @@ def run(args: argparse.Namespace) -> int:
     from ..models.report import describe
 
     report = describe(plan_model(Checkpoint.open(find_model(args.model, revision=args.revision))), args.context)
+    if args.probe_mtp:
+        report["mtp_probe"] = _probe(args)
     if args.json:
         print(json.dumps(report))
     else:
         _print(report)
     return 0
+
+
+def _probe(args: argparse.Namespace) -> dict[str, Any]:
+    from ..loading import load
+    from ..speculation.probe import probe_hidden
+
+    model, tokenizer = load(args.model, revision=args.revision, mtp=True)
+    acceptance = probe_hidden(model, tokenizer)
+    return {
+        "configured": model.mtp.takes,
+        "best": max(acceptance, key=acceptance.__getitem__),
+        "acceptance": acceptance,
+    }
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -57,3 +77,7 @@ def _print(report: dict[str, Any]) -> None:
     total = sum(memory.values())
     parts = ", ".join(f"{name.replace('_', ' ')} {size / 1e6:,.1f}" for name, size in memory.items())
     print(f"\nMemory on this device with {report['context']} tokens of context: {total / 1e6:,.1f} MB ({parts})")
+    if probe := report.get("mtp_probe"):
+        rates = ", ".join(f"{rate:.1%} {kind} the final norm" for kind, rate in probe["acceptance"].items())
+        print(f"MTP drafts accepted with hidden states taken {rates}: mtp_hidden should be {probe['best']!r}, ", end="")
+        print("as it is" if probe["best"] == probe["configured"] else f"not {probe['configured']!r}")

@@ -8,15 +8,22 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
+from ..errors import CheckpointError
+from .trunk import Hidden
+
 
 class MTPHead(nn.Module):
     """One decoding layer that predicts the token after next; embedding and ``lm_head`` are the trunk's.
 
-    layers: full-attention MoE layers of the family. hidden_size: of the trunk. eps: of its RMSNorms.
+    layers: full-attention MoE layers of the family. hidden_size: of the trunk. eps: of its RMSNorms. takes: which of
+    the trunk's hidden states it takes, "before" or "after" the final norm; a wrong choice lowers the acceptance.
     """
 
-    def __init__(self, layers: list[nn.Module], hidden_size: int, eps: float):
+    def __init__(self, layers: list[nn.Module], hidden_size: int, eps: float, takes: str = "after"):
         super().__init__()
+        if takes not in Hidden._fields:
+            raise CheckpointError(f"mtp_hidden is {takes!r}, expected one of {', '.join(Hidden._fields)}")
+        self.takes = takes
         self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps=eps)
         self.pre_fc_norm_hidden = nn.RMSNorm(hidden_size, eps=eps)
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)

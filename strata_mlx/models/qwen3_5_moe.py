@@ -7,6 +7,7 @@ from typing import Any
 from mlx_lm.models import qwen3_5, qwen3_5_moe
 
 from .family import Family, check_args
+from .gated_delta import take_over_recurrence
 from .moe import take_over
 from .mtp import MTPHead
 
@@ -14,19 +15,20 @@ from .mtp import MTPHead
 class Model(qwen3_5_moe.Model):
     """mlx-lm's model with the MTP head as ``mtp``, where there is one."""
 
-    def __init__(self, args: qwen3_5_moe.ModelArgs, mtp_layers: int):
+    def __init__(self, args: qwen3_5_moe.ModelArgs, mtp_layers: int, mtp_hidden: str = "after"):
         super().__init__(args)
         if mtp_layers:
             text = self.language_model.args
             layers = [qwen3_5.DecoderLayer(text, text.full_attention_interval - 1) for _ in range(mtp_layers)]
-            self.mtp = MTPHead(layers, text.hidden_size, text.rms_norm_eps)
+            self.mtp = MTPHead(layers, text.hidden_size, text.rms_norm_eps, mtp_hidden)
             take_over(layers, text.num_hidden_layers)
         take_over(self.layers)
+        take_over_recurrence(self.layers)
 
 
 def _build(config: dict[str, Any], mtp_layers: int) -> Model:
     check_args(qwen3_5.TextModelArgs.from_dict(config))
-    return Model(qwen3_5_moe.ModelArgs("qwen3_5_moe", config), mtp_layers)
+    return Model(qwen3_5_moe.ModelArgs("qwen3_5_moe", config), mtp_layers, config.get("mtp_hidden", "after"))
 
 
 def _names(parameter: str) -> tuple[str, ...]:

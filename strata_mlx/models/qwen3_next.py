@@ -7,6 +7,7 @@ from typing import Any
 from mlx_lm.models import qwen3_next
 
 from .family import Family, check_args
+from .gated_delta import take_over_recurrence
 from .moe import take_over
 from .mtp import MTPHead
 
@@ -14,21 +15,22 @@ from .mtp import MTPHead
 class Model(qwen3_next.Model):
     """mlx-lm's model with the MTP head as ``mtp``, where there is one."""
 
-    def __init__(self, args: qwen3_next.ModelArgs, mtp_layers: int):
+    def __init__(self, args: qwen3_next.ModelArgs, mtp_layers: int, mtp_hidden: str = "after"):
         super().__init__(args)
         if mtp_layers:
             # A layer with full attention: every ``full_attention_interval``-th one has it.
             index = args.full_attention_interval - 1
             layers = [qwen3_next.Qwen3NextDecoderLayer(args, index) for _ in range(mtp_layers)]
-            self.mtp = MTPHead(layers, args.hidden_size, args.rms_norm_eps)
+            self.mtp = MTPHead(layers, args.hidden_size, args.rms_norm_eps, mtp_hidden)
             take_over(layers, args.num_hidden_layers)
         take_over(self.layers)
+        take_over_recurrence(self.layers)
 
 
 def _build(config: dict[str, Any], mtp_layers: int) -> Model:
     args = qwen3_next.ModelArgs.from_dict(config)
     check_args(args)
-    return Model(args, mtp_layers)
+    return Model(args, mtp_layers, config.get("mtp_hidden", "after"))
 
 
 FAMILY = Family("qwen3_next", _build, shifted_norms=True)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .group_plan import GroupPlan, plan
     from .ops import Executor, Selection, select_ops
     from .residency import Residency
-    from .routing import Routing
+    from .routing import Routing, verify_window
     from .selection import select
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "plan",
     "select",
     "select_ops",
+    "verify_window",
 ]
 
 __getattr__ = lazy(
@@ -38,5 +39,6 @@ __getattr__ = lazy(
         "plan": "group_plan",
         "select": "selection",
         "select_ops": "ops",
+        "verify_window": "routing",
     },
 )

@@ -1,6 +1,9 @@
 """How the MoE layers of a model choose experts: policy, residency and executor in one value."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -13,6 +16,21 @@ from strata_mlx.routing.ops import Executor, Selection, plain_router
 from strata_mlx.routing.policy import FACTOR, RoutingPolicy
 from strata_mlx.routing.residency import Residency
 from strata_mlx.routing.selection import select
+
+_verifying: ContextVar[bool] = ContextVar("verifying", default=False)
+
+
+@contextmanager
+def verify_window() -> Iterator[None]:
+    """The forwards in this block are of verify windows: their first row is the head, the later ones are drafts.
+
+    All rows of other forwards, of a prompt or of plain decoding, are heads.
+    """
+    token = _verifying.set(True)
+    try:
+        yield
+    finally:
+        _verifying.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +66,7 @@ class Routing:
         self._ranges.clear()
 
     def route(self, layer: int, logits: mx.array, top_k: int, norm_topk: bool) -> Selection:
-        """Experts and weights for router logits ``[..., E]``: ids uint32 and weights float, both ``[..., K]``.
+        """Experts and weights for router logits ``[..., T, E]``: ids uint32 and weights float, both ``[..., T, K]``.
 
         Where no score would be scaled, this is mlx-lm's own chain of operations on every device, bit for bit. The
         kernel is for policies: the chain keeps the weights in half precision, which saves a GPU conversions.
@@ -63,14 +81,16 @@ class Routing:
             resident,
             self.policy,
             top_k=top_k,
-            draft_rows=_heads(rows.shape[0]),  # no row is a draft before speculation says so
+            draft_rows=_draft_rows(rows.shape[0], shape[-2] if _verifying.get() else 0),
             norm_topk=norm_topk,
             logit_range=known,
             executor=self.executor,
             layer=layer,
         )
         if self.policy.kind == "cache_prior":
-            self._ranges[layer] = (known or LogitRange()).after(rows, rows.shape[0])
+            # The rows of a window may be rejected, all but the first.
+            learned = 1 if _verifying.get() else rows.shape[0]
+            self._ranges[layer] = (known or LogitRange()).after(rows, learned)
         return ids.reshape(*shape[:-1], top_k), weights.reshape(*shape[:-1], top_k)
 
     def _resident(self, layer: int, top_k: int) -> mx.array | None:
@@ -88,5 +108,6 @@ class Routing:
 
 
 @cache
-def _heads(rows: int) -> mx.array:
-    return mx.array([False] * rows)
+def _draft_rows(rows: int, window: int) -> mx.array:
+    """Which of ``rows`` are drafts, bool: all but the first of each ``window`` rows, and without windows (0) none."""
+    return mx.array([bool(window and row % window) for row in range(rows)])

@@ -30,6 +30,7 @@ KEYS: dict[str, type] = {
     "generation_tps": float,
     "peak_memory_gb": float,
     "finish_reason": str,
+    "mtp": dict,
     "routing": dict,
 }
 Text = Callable[..., str]
@@ -85,7 +86,7 @@ def test_the_summary_is_mlx_lms_and_the_text_alone_comes_without_it(
     run: Run, tiny: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["--model", str(tiny), "-p", "abc", "-m", "6"]
-    ours = run("generate", *arguments)
+    ours = run("generate", "--no-mtp", *arguments)
     quiet = run("generate", *arguments, "--verbose", "False")
     monkeypatch.setattr(sys, "argv", ["mlx_lm.generate", *arguments])
     mlx_lm_main()
@@ -460,7 +461,7 @@ def test_ctrl_c_with_json_prints_what_there_is(run: Run, endless: Path, interrup
     ended = run(*arguments)
     record = json.loads(ended.out)
     assert (ended.code, ended.err) == (130, "")
-    assert {name: type(value) for name, value in record.items()} == KEYS
+    assert {name: type(value) for name, value in record.items()} == {**KEYS, "mtp": type(None)}
     assert (record["generation_tokens"], record["finish_reason"]) == (7, "interrupted")
 
 

@@ -1,0 +1,46 @@
+"""The trunk of a model in two pieces, layers and output head, so that a draft head can have the hidden states."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import create_attention_mask, create_ssm_mask
+
+
+class Hidden(NamedTuple):
+    """What the trunk makes of tokens ``[B, T]``, lazily: hidden states ``[B, T, D]``, the final norm apart."""
+
+    before: mx.array
+    after: mx.array
+
+    def first(self, rows: int) -> Hidden:
+        """Those of the first ``rows`` tokens."""
+        return Hidden(self.before[:, :rows], self.after[:, :rows])
+
+
+class Trunk:
+    """The layers, embedding and output head of a loaded model of any family; it holds no state of its own."""
+
+    def __init__(self, model: nn.Module):
+        language = getattr(model, "language_model", model)
+        self.embed: nn.Module = language.model.embed_tokens
+        self.layers: list[nn.Module] = language.model.layers
+        self.norm: nn.Module = language.model.norm
+        self._head = None if language.args.tie_word_embeddings else language.lm_head
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> Hidden:
+        """The model's own operations, bit for bit. ``cache`` has an entry per layer."""
+        x = self.embed(tokens)
+        masks: dict[bool, Any] = {}
+        for layer, c in zip(self.layers, cache, strict=True):
+            linear = getattr(layer, "is_linear", False)
+            if linear not in masks:  # of the first layer of each kind, as in mlx-lm
+                masks[linear] = (create_ssm_mask if linear else create_attention_mask)(x, c)
+            x = layer(x, mask=masks[linear], cache=c)
+        return Hidden(x, self.norm(x))
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Of normed hidden states ``[B, T, D]``: ``[B, T, V]``."""
+        return self.embed.as_linear(hidden) if self._head is None else self._head(hidden)

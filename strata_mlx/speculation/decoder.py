@@ -1,0 +1,314 @@
+"""Speculative decoding: draft, retain, verify, accept, commit."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..device import evaluate, integer
+from ..errors import Fault, InputError
+from ..models.trunk import Hidden, Trunk
+from ..prefill import Progress, check_tokens, ignore, make_cache, read_tokens
+from ..routing import verify_window
+from .acceptance import Acceptance, accept_greedy, accept_sampled
+from .draft import MAX_STEPS, Drafter, MTPDrafter, Step
+from .pacing import Pacer
+from .record import Round, Stopwatch, Summary
+from .retention import PATHS, RetentionPolicy
+from .sampling import LogitsProcessor, Sampler, Sampling
+from .window import Window, check_rollback
+
+DEFAULT_STEPS = 3
+
+
+class Token(NamedTuple):
+    """A committed token. logprobs: ``[V]`` float, of the model and the logits processors, before the sampler.
+    from_draft: whether it was drafted, and confirmed; else it is the trunk's own.
+    """
+
+    token: int
+    logprobs: mx.array
+    from_draft: bool
+
+
+@dataclass
+class _Flight:
+    """A forward of the trunk on its way. ahead: it was launched before the step that it follows had landed."""
+
+    window: Window
+    tokens: mx.array  # [T], the last committed token and the drafts
+    drafts: list[Step]
+    seen: mx.array  # [N], the tokens before the window, for logits processors
+    hidden: Hidden
+    logprobs: mx.array  # [T, V]
+    finite: mx.array  # bool [T]
+    outcome: Acceptance
+    ahead: bool
+    confidences: tuple[float, ...] = ()
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+
+class SpeculativeDecoder:
+    """An iterator over the tokens that follow a prompt, several of which may come from one forward.
+
+    Greedy text is that of plain decoding, up to logits that are equal within rounding. Sampled text has its
+    distribution; after mx.random.seed() it repeats, unless ``auto`` decides by the clock. close() ends it early.
+    At the end, however it comes, ``cache`` holds the prompt and the tokens that were taken, save the last one.
+
+    Args:
+        model: from load(), with ``mtp=True`` where the head is to draft.
+        tokenizer: its end-of-sequence tokens end the text. None: nothing but ``max_tokens`` does.
+        prompt: token ids ``[N]``, at least one.
+        max_tokens: how many to yield; -1 for no end.
+        retention: which drafts are verified.
+        max_steps: how many drafts a round makes, 1 to 8.
+        drafting: "chained" makes them in one evaluation; "stepwise" evaluates each and stops where the gates do.
+        auto: draft only as long as it pays by the clock; else in every round.
+        sampler: None takes the likeliest token; a Sampling draws drafts too and accepts them by rejection sampling. Any
+            other function of log-probabilities ``[1, V]`` is called for every row, and drafts that it repeats stand.
+        logits_processors: functions of the tokens so far ``[N]`` and logits ``[1, V]``, as in mlx_lm.
+        drafter: None is the MTP head. filler: proposes more where it agrees with the retained drafts.
+        prompt_cache: continued in place; a head has not seen what is in it.
+        prefill_step_size, prompt_progress_callback: as in generate_step().
+
+    Raises:
+        InputError: at once, for arguments out of range or caches that cannot be rolled back. Fault: while decoding.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        prompt: mx.array | Sequence[int],
+        max_tokens: int = 256,
+        retention: RetentionPolicy | None = None,
+        max_steps: int = DEFAULT_STEPS,
+        drafting: str = "chained",
+        auto: bool = False,
+        sampler: Sampler | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
+        drafter: Drafter | None = None,
+        filler: Drafter | None = None,
+        prompt_cache: list[Any] | None = None,
+        prefill_step_size: int = 2048,
+        prompt_progress_callback: Progress | None = None,
+    ):
+        if max_tokens < -1:
+            raise InputError(f"max_tokens is {max_tokens}; use a positive number, or -1 for no limit")
+        if not 1 <= max_steps <= MAX_STEPS:
+            raise InputError(f"max_steps is {max_steps}, expected 1 to {MAX_STEPS}")
+        if drafting not in PATHS:
+            raise InputError(f"drafting is {drafting!r}, expected one of {', '.join(PATHS)}")
+        prompt = prompt if isinstance(prompt, mx.array) else mx.array(list(prompt), mx.int32)
+        check_tokens(prompt, model)
+        self.cache = make_cache(model) if prompt_cache is None else prompt_cache
+        check_rollback(self.cache)
+        self.rounds: list[Round] = []
+        self.summary = Summary()
+        self._trunk = Trunk(model)
+        self._left = max_tokens  # negative where there is no end
+        self._retention, self._max_steps, self._path = retention or RetentionPolicy(), max_steps, drafting
+        self._sampler = None if isinstance(sampler, Sampling) and sampler.temp == 0 else sampler
+        self._processors = logits_processors
+        self._drafters = [drafter or MTPDrafter(model, self._sampler if isinstance(self._sampler, Sampling) else None)]
+        self._drafters += [filler] if filler else []
+        self._stops = frozenset(tokenizer.eos_token_ids if tokenizer else ())
+        self._pacer, self._watch = Pacer(always=not auto), Stopwatch()
+        self._tokens = self._decode(prompt, prefill_step_size, prompt_progress_callback or ignore)
+
+    def __iter__(self) -> SpeculativeDecoder:
+        return self
+
+    def __next__(self) -> Token:
+        self._watch.run()
+        try:
+            return next(self._tokens)
+        finally:
+            self._watch.pause()
+
+    def close(self) -> None:
+        """End the text after the token taken last."""
+        self._tokens.close()
+
+    def _decode(self, prompt: mx.array, step_size: int, report: Progress) -> Generator[Token, None, None]:
+        if self._left == 0:
+            return
+        flight = self._read(prompt, step_size, report)
+        while True:
+            following = self._step_ahead(flight)
+            tokens = self._land(flight)
+            ended = self._left == 0 or tokens[-1].token in self._stops
+            asked = self._ask() if self._pacer.drafting and not (following or ended) else iter(())
+            self._record(flight, len(tokens), steady=following is not None)
+            if len(self.rounds) == 1:
+                report(prompt.size, prompt.size)
+            taken = 0
+            try:
+                for token in tokens:
+                    taken += 1
+                    yield token
+            except GeneratorExit:
+                ended = True
+            if ended:
+                if following:
+                    following.window.commit(0, 1)
+                else:
+                    flight.window.commit(taken, flight.tokens.size)
+                return
+            flight = following or self._verify(flight, tokens, asked)
+
+    def _read(self, prompt: mx.array, step_size: int, report: Progress) -> _Flight:
+        """Prefill trunk and drafters; what is on its way then gives the first token."""
+
+        def forward(chunk: mx.array, start: int) -> Any:
+            hidden = self._trunk(chunk[None], self.cache)
+            self._observe(prompt[start + 1 : start + 1 + chunk.size], hidden)
+            return [layer.state for layer in self.cache], [drafter.catch_up() for drafter in self._drafters]
+
+        read_tokens(prompt[:-1], forward, step_size, report, prompt.size)
+        self._watch.lap()
+        return self._launch(prompt[-1:], [], prompt[:-1])
+
+    def _step_ahead(self, flight: _Flight) -> _Flight | None:
+        """A plain step on the token that a plain step is about to give, so that the device need not wait for us."""
+        if flight.drafts or self._left == 1 or self._pacer.drafting:
+            return None
+        return self._launch(flight.outcome.token.reshape(1), [], self._seen(flight, 1), ahead=True)
+
+    def _ask(self) -> Iterator[Step]:
+        """Have the device begin with the next drafts: with the whole chain, or with its first step."""
+        steps = islice(self._drafters[0].steps(), self._most())
+        begun = list(steps if self._path == "chained" else islice(steps, 1))
+        evaluate([(step.token, step.confidence) for step in begun], "drafting", wait=False)
+        return chain(begun, steps)
+
+    def _verify(self, before: _Flight, tokens: list[Token], asked: Iterator[Step]) -> _Flight:
+        """Retain the drafts that pass the gates, and launch the window."""
+        gate, kept, confidences = self._retention.gate(self._path), [], []
+        for step in asked:
+            evaluate(step.confidence, "drafting")
+            confidences.append(float(np.array(step.confidence)))
+            if gate.offer(confidences[-1]):
+                kept.append(step)
+            if self._path == "stepwise" and not gate.open:
+                break
+        kept = self._fill(kept) if confidences else kept
+        seconds = self._watch.lap()
+        window = mx.concatenate([mx.array([tokens[-1].token], mx.uint32), *(step.token for step in kept)])
+        flight = self._launch(window, kept, self._seen(before, len(tokens)))
+        flight.confidences, flight.draft_seconds = tuple(confidences), seconds
+        return flight
+
+    def _fill(self, kept: list[Step]) -> list[Step]:
+        """What the filler proposes, if it begins with the retained drafts and goes on."""
+        if len(self._drafters) < 2:
+            return kept
+        proposed = list(islice(self._drafters[1].steps(), self._most()))
+        agree = all(integer(a.token) == integer(b.token) for a, b in zip(kept, proposed, strict=False))
+        return kept + proposed[len(kept) :] if agree else kept
+
+    def _most(self) -> int:
+        """How many drafts a window may hold, so that no token comes after max_tokens."""
+        return self._max_steps if self._left < 0 else min(self._max_steps, self._left - 1)
+
+    def _launch(self, tokens: mx.array, drafts: list[Step], seen: mx.array, ahead: bool = False) -> _Flight:
+        """One forward over the last committed token and ``drafts``, and all that follows from its logits."""
+        window = Window(self.cache)
+        with verify_window():
+            hidden = self._trunk(tokens[None], window.layers)
+        logits = self._trunk.logits(hidden.after)[0]  # [T, V]
+        if self._processors:
+            rows = [self._process(seen, tokens[: i + 1], logits[i : i + 1]) for i in range(tokens.size)]
+            logits = mx.concatenate(rows)
+        total = mx.logsumexp(logits, axis=-1, keepdims=True)
+        logprobs = logits - total
+        # The sum of exponentials is not finite where one logit is NaN or +inf, or all are -inf.
+        finite = mx.isfinite(total).squeeze(-1)
+        outcome = self._accept(logits, logprobs, drafts)
+        flight = _Flight(window, tokens, drafts, seen, hidden, logprobs, finite, outcome, ahead)
+        self._wait(flight, wait=False)
+        if not drafts:
+            window.commit(1, 1)
+        return flight
+
+    def _accept(self, logits: mx.array, logprobs: mx.array, drafts: list[Step]) -> Acceptance:
+        sampler = self._sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
+        if not drafts:
+            return Acceptance(mx.array(0), sampler(logprobs).reshape(()))
+        tokens = mx.concatenate([step.token for step in drafts])
+        if isinstance(sampler, Sampling):
+            return accept_sampled(tokens, sampler.logprobs(logits), _draft_logprobs(drafts, logits.shape[-1]))
+        if self._sampler is None:
+            return accept_greedy(tokens, sampler(logprobs))
+        # A draft that the sampler repeats is a sample like any other.
+        return accept_greedy(tokens, mx.concatenate([sampler(logprobs[i : i + 1]) for i in range(len(drafts) + 1)]))
+
+    def _land(self, flight: _Flight) -> list[Token]:
+        """Wait for a forward, keep what the text goes on with, and tell the drafters."""
+        self._wait(flight)
+        flight.verify_seconds = self._watch.lap()
+        accepted = integer(flight.outcome.accepted)
+        if not np.array(flight.finite)[: accepted + 1].all():
+            raise Fault(
+                f"the model's logits in round {len(self.rounds) + 1} are not finite: its weights are broken or "
+                f"overflow their type"
+            )
+        ids = [integer(step.token) for step in flight.drafts[:accepted]] + [integer(flight.outcome.token)]
+        ids = ids[: 1 + next((i for i, token in enumerate(ids) if token in self._stops), len(ids))]
+        self._left -= len(ids)
+        if flight.drafts:
+            flight.window.commit(len(ids), flight.tokens.size)
+        self._observe(mx.array(ids, mx.uint32), flight.hidden.first(len(ids)))
+        return [Token(token, flight.logprobs[i], i < accepted) for i, token in enumerate(ids)]
+
+    def _observe(self, tokens: mx.array, hidden: Hidden) -> None:
+        for drafter in self._drafters:
+            drafter.observe(tokens, hidden)
+
+    def _record(self, flight: _Flight, committed: int, steady: bool) -> None:
+        """``steady``: plain steps go on, so that this one's time is that of a plain step."""
+        verify, commit = flight.verify_seconds, self._watch.lap()
+        accepted = integer(flight.outcome.accepted)
+        record = Round(
+            flight.confidences, len(flight.drafts), accepted, committed, flight.draft_seconds, verify, commit
+        )
+        self.rounds.append(record)
+        if len(self.rounds) % 256 == 0:
+            mx.clear_cache()
+        if flight.confidences:
+            self._pacer.round(record.seconds, committed)
+        elif flight.ahead and steady:
+            self._pacer.step(record.seconds)
+        self.summary = self.summary.plus(record, parked=not self._pacer.drafting)
+
+    def _wait(self, flight: _Flight, wait: bool = True) -> None:
+        outcome = flight.outcome
+        arrays = (outcome.accepted, outcome.token, flight.logprobs, flight.finite)
+        evaluate(arrays, f"computing round {len(self.rounds) + 1}", wait=wait)
+
+    def _seen(self, flight: _Flight, kept: int) -> mx.array:
+        return mx.concatenate([flight.seen, flight.tokens[:kept]]) if self._processors else flight.seen
+
+    def _process(self, seen: mx.array, window: mx.array, logits: mx.array) -> mx.array:
+        """Logits ``[1, V]`` after the logits processors, which see the tokens that come before them."""
+        tokens = mx.concatenate([seen, window])
+        for process in self._processors:
+            logits = process(tokens, logits)
+        return logits
+
+
+def _draft_logprobs(drafts: list[Step], vocabulary: int) -> mx.array | None:
+    """What drafts were drawn from ``[k, V]``; None where all are certain."""
+    if all(step.logprobs is None for step in drafts):
+        return None
+    ids = mx.arange(vocabulary)
+    rows = [mx.where(ids == d.token, 0.0, -mx.inf) if d.logprobs is None else d.logprobs for d in drafts]
+    return mx.stack(rows)

@@ -1,0 +1,54 @@
+"""A window of tokens that the caches may have to forget again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
+
+from ..errors import InputError
+from ..models.gated_delta import LoggingCache
+
+_TRIMMABLE = (KVCache, QuantizedKVCache)  # each token has a place of its own, which trim() frees
+
+
+class Window:
+    """One forward of T tokens over ``cache``, of which commit() keeps a prefix.
+
+    The forward must be given ``layers``. Attention caches grow in place and are trimmed. Recurrent layers get a
+    LoggingCache: their entries of ``cache`` change at commit() only, to a state that is replayed from the log, without
+    another forward.
+    """
+
+    def __init__(self, cache: Sequence[Any]):
+        self._cache = cache
+        self.layers = [LoggingCache(layer) if isinstance(layer, ArraysCache) else layer for layer in cache]
+        self._before = [list(layer.cache) if isinstance(layer, ArraysCache) else layer.offset for layer in cache]
+
+    def commit(self, kept: int, rows: int) -> None:
+        """Leave every cache as the first ``kept`` of the window's ``rows`` tokens would have, computed one by one.
+
+        May be called again with a smaller ``kept``.
+        """
+        for base, layer, before in zip(self._cache, self.layers, self._before, strict=True):
+            if not isinstance(base, ArraysCache):
+                base.trim(base.offset - before - kept)
+            elif kept == 0:
+                base.cache = before
+            elif kept == rows:
+                base.cache = layer.cache
+            else:
+                assert layer.log is not None, "commit() comes after the window's forward"
+                base.cache = layer.log.after(kept)
+
+
+def check_rollback(cache: Sequence[Any]) -> None:
+    """Raise InputError unless every layer of ``cache`` can be rolled back exactly."""
+    for layer in cache:
+        recurrent = type(layer) is ArraysCache and layer.lengths is None and layer.left_padding is None
+        if not recurrent and type(layer) not in _TRIMMABLE:
+            raise InputError(
+                f"speculation needs caches that can be rolled back, which a {type(layer).__name__} cannot: give no "
+                f"max_kv_size, or mtp=False"
+            )
