@@ -18,7 +18,7 @@ from .device import evaluate, integer
 from .errors import Fault, InputError
 from .models.moe import blocks
 from .prefill import Progress, check_tokens, ignore, kv_quantiser, make_cache, plain_forward, read_tokens
-from .speculation.decoder import DEFAULT_STEPS, SpeculativeDecoder, Token
+from .speculation.decoder import SpeculativeDecoder, Token
 from .speculation.record import Summary
 from .speculation.retention import RetentionPolicy
 from .speculation.sampling import LogitsProcessor, Sampler
@@ -127,7 +127,7 @@ def stream_generate(
     *,
     mtp: bool | str = "auto",
     retention: RetentionPolicy | None = None,
-    max_steps: int = DEFAULT_STEPS,
+    max_steps: int | None = None,
     drafting: str = "chained",
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:

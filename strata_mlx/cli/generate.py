@@ -136,7 +136,9 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
         "clock, which is off where --seed must repeat a sampled text",
     )
     parser.add_argument("--no-mtp", dest="mtp", action="store_const", const="off", help="as --mtp off")
-    parser.add_argument("--mtp-max-steps", type=number(int, 1, 8), default=3, help="drafts in a round")
+    parser.add_argument(
+        "--mtp-max-steps", type=number(int, 1, 8), help="drafts in a round; by default 1 on the CPU, else 3"
+    )
     parser.add_argument(
         "--drafting",
         choices=("chained", "stepwise"),

@@ -17,6 +17,8 @@ class Hidden(NamedTuple):
 
     def first(self, rows: int) -> Hidden:
         """Those of the first ``rows`` tokens."""
+        if rows == self.after.shape[1]:
+            return self
         return Hidden(self.before[:, :rows], self.after[:, :rows])
 
 

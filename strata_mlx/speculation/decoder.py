@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -11,12 +11,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..device import evaluate, integer
+from ..device import evaluate, integer, on_cpu
 from ..errors import Fault, InputError
 from ..models.trunk import Hidden, Trunk
 from ..prefill import Progress, check_tokens, ignore, make_cache, read_tokens
 from ..routing import verify_window
-from .acceptance import Acceptance, accept_greedy, accept_sampled
+from .acceptance import accept_greedy, accept_sampled
 from .draft import MAX_STEPS, Drafter, MTPDrafter, Step
 from .pacing import Pacer
 from .record import Round, Stopwatch, Summary
@@ -24,7 +24,12 @@ from .retention import PATHS, RetentionPolicy
 from .sampling import LogitsProcessor, Sampler, Sampling
 from .window import Window, check_rollback
 
-DEFAULT_STEPS = 3
+
+def default_steps() -> int:
+    """Drafts in a round, where nobody says how many: on the CPU a row costs more than half a step, and one pays best
+    (benchmarks/speculation_speed.py).
+    """
+    return 1 if on_cpu() else 3
 
 
 class Token(NamedTuple):
@@ -47,8 +52,9 @@ class _Flight:
     seen: mx.array  # [N], the tokens before the window, for logits processors
     hidden: Hidden
     logprobs: mx.array  # [T, V]
-    finite: mx.array  # bool [T]
-    outcome: Acceptance
+    totals: mx.array  # [T, 1], the logarithm of the sum of exponentials of the logits
+    accepted: mx.array | None  # how many drafts the trunk confirms; None where there are none
+    token: mx.array  # [1], the trunk's own after them
     ahead: bool
     confidences: tuple[float, ...] = ()
     draft_seconds: float = 0.0
@@ -68,7 +74,7 @@ class SpeculativeDecoder:
         prompt: token ids ``[N]``, at least one.
         max_tokens: how many to yield; -1 for no end.
         retention: which drafts are verified.
-        max_steps: how many drafts a round makes, 1 to 8.
+        max_steps: how many drafts a round makes, 1 to 8; None is default_steps().
         drafting: "chained" makes them in one evaluation; "stepwise" evaluates each and stops where the gates do.
         auto: draft only as long as it pays by the clock; else in every round.
         sampler: None takes the likeliest token; a Sampling draws drafts too and accepts them by rejection sampling. Any
@@ -90,7 +96,7 @@ class SpeculativeDecoder:
         prompt: mx.array | Sequence[int],
         max_tokens: int = 256,
         retention: RetentionPolicy | None = None,
-        max_steps: int = DEFAULT_STEPS,
+        max_steps: int | None = None,
         drafting: str = "chained",
         auto: bool = False,
         sampler: Sampler | None = None,
@@ -103,6 +109,7 @@ class SpeculativeDecoder:
     ):
         if max_tokens < -1:
             raise InputError(f"max_tokens is {max_tokens}; use a positive number, or -1 for no limit")
+        max_steps = default_steps() if max_steps is None else max_steps
         if not 1 <= max_steps <= MAX_STEPS:
             raise InputError(f"max_steps is {max_steps}, expected 1 to {MAX_STEPS}")
         if drafting not in PATHS:
@@ -112,11 +119,12 @@ class SpeculativeDecoder:
         self.cache = make_cache(model) if prompt_cache is None else prompt_cache
         check_rollback(self.cache)
         self.rounds: list[Round] = []
-        self.summary = Summary()
+        self._summary = Summary()
         self._trunk = Trunk(model)
         self._left = max_tokens  # negative where there is no end
         self._retention, self._max_steps, self._path = retention or RetentionPolicy(), max_steps, drafting
-        self._sampler = None if isinstance(sampler, Sampling) and sampler.temp == 0 else sampler
+        greedy = sampler is None or (isinstance(sampler, Sampling) and sampler.temp == 0)
+        self._sampler: Sampler = _likeliest if greedy or sampler is None else sampler
         self._processors = logits_processors
         self._drafters = [drafter or MTPDrafter(model, self._sampler if isinstance(self._sampler, Sampling) else None)]
         self._drafters += [filler] if filler else []
@@ -137,6 +145,11 @@ class SpeculativeDecoder:
     def close(self) -> None:
         """End the text after the token taken last."""
         self._tokens.close()
+
+    @property
+    def summary(self) -> Summary:
+        """Of the rounds so far."""
+        return replace(self._summary, parked=not self._pacer.drafting)
 
     def _decode(self, prompt: mx.array, step_size: int, report: Progress) -> Generator[Token, None, None]:
         if self._left == 0:
@@ -159,9 +172,9 @@ class SpeculativeDecoder:
                 ended = True
             if ended:
                 if following:
-                    following.window.commit(0, 1)
+                    following.window.commit(0)
                 else:
-                    flight.window.commit(taken, flight.tokens.size)
+                    flight.window.commit(taken)
                 return
             flight = following or self._verify(flight, tokens, asked)
 
@@ -181,7 +194,7 @@ class SpeculativeDecoder:
         """A plain step on the token that a plain step is about to give, so that the device need not wait for us."""
         if flight.drafts or self._left == 1 or self._pacer.drafting:
             return None
-        return self._launch(flight.outcome.token.reshape(1), [], self._seen(flight, 1), ahead=True)
+        return self._launch(flight.token, [], self._seen(flight, 1), ahead=True)
 
     def _ask(self) -> Iterator[Step]:
         """Have the device begin with the next drafts: with the whole chain, or with its first step."""
@@ -221,52 +234,49 @@ class SpeculativeDecoder:
 
     def _launch(self, tokens: mx.array, drafts: list[Step], seen: mx.array, ahead: bool = False) -> _Flight:
         """One forward over the last committed token and ``drafts``, and all that follows from its logits."""
-        window = Window(self.cache)
+        window = Window(self.cache, tokens.size)
         with verify_window():
             hidden = self._trunk(tokens[None], window.layers)
         logits = self._trunk.logits(hidden.after)[0]  # [T, V]
         if self._processors:
             rows = [self._process(seen, tokens[: i + 1], logits[i : i + 1]) for i in range(tokens.size)]
             logits = mx.concatenate(rows)
-        total = mx.logsumexp(logits, axis=-1, keepdims=True)
-        logprobs = logits - total
-        # The sum of exponentials is not finite where one logit is NaN or +inf, or all are -inf.
-        finite = mx.isfinite(total).squeeze(-1)
-        outcome = self._accept(logits, logprobs, drafts)
-        flight = _Flight(window, tokens, drafts, seen, hidden, logprobs, finite, outcome, ahead)
+        totals = mx.logsumexp(logits, axis=-1, keepdims=True)
+        logprobs = logits - totals
+        # Each further operation costs a plain step 0.5 % on a small model: it gets none that it does not need.
+        accepted, token = self._accept(logits, logprobs, drafts) if drafts else (None, self._sampler(logprobs))
+        flight = _Flight(window, tokens, drafts, seen, hidden, logprobs, totals, accepted, token, ahead)
         self._wait(flight, wait=False)
-        if not drafts:
-            window.commit(1, 1)
         return flight
 
-    def _accept(self, logits: mx.array, logprobs: mx.array, drafts: list[Step]) -> Acceptance:
-        sampler = self._sampler or (lambda logprobs: mx.argmax(logprobs, axis=-1))
-        if not drafts:
-            return Acceptance(mx.array(0), sampler(logprobs).reshape(()))
+    def _accept(self, logits: mx.array, logprobs: mx.array, drafts: list[Step]) -> tuple[mx.array, mx.array]:
         tokens = mx.concatenate([step.token for step in drafts])
-        if isinstance(sampler, Sampling):
-            return accept_sampled(tokens, sampler.logprobs(logits), _draft_logprobs(drafts, logits.shape[-1]))
-        if self._sampler is None:
-            return accept_greedy(tokens, sampler(logprobs))
-        # A draft that the sampler repeats is a sample like any other.
-        return accept_greedy(tokens, mx.concatenate([sampler(logprobs[i : i + 1]) for i in range(len(drafts) + 1)]))
+        if isinstance(self._sampler, Sampling):
+            q = _draft_logprobs(drafts, logits.shape[-1])
+            outcome = accept_sampled(tokens, self._sampler.logprobs(logits), q)
+        else:  # a draft that the sampler repeats is a sample like any other
+            rows = [logprobs] if self._sampler is _likeliest else mx.split(logprobs, len(drafts) + 1)
+            outcome = accept_greedy(tokens, mx.concatenate([self._sampler(row) for row in rows]))
+        return outcome.accepted, outcome.token.reshape(1)
 
     def _land(self, flight: _Flight) -> list[Token]:
         """Wait for a forward, keep what the text goes on with, and tell the drafters."""
         self._wait(flight)
         flight.verify_seconds = self._watch.lap()
-        accepted = integer(flight.outcome.accepted)
-        if not np.array(flight.finite)[: accepted + 1].all():
+        accepted = 0 if flight.accepted is None else integer(flight.accepted)
+        # The sum of exponentials is not finite where one logit is NaN or +inf, or all are -inf.
+        totals: Any = flight.totals.tolist()
+        if not np.isfinite(totals[: accepted + 1]).all():
             raise Fault(
                 f"the model's logits in round {len(self.rounds) + 1} are not finite: its weights are broken or "
                 f"overflow their type"
             )
-        ids = [integer(step.token) for step in flight.drafts[:accepted]] + [integer(flight.outcome.token)]
+        ids = [integer(token) for token in (*(step.token for step in flight.drafts[:accepted]), flight.token)]
         ids = ids[: 1 + next((i for i, token in enumerate(ids) if token in self._stops), len(ids))]
         self._left -= len(ids)
         if flight.drafts:
-            flight.window.commit(len(ids), flight.tokens.size)
-        self._observe(mx.array(ids, mx.uint32), flight.hidden.first(len(ids)))
+            flight.window.commit(len(ids))
+        self._observe(mx.array(ids, mx.uint32) if flight.drafts else flight.token, flight.hidden.first(len(ids)))
         return [Token(token, flight.logprobs[i], i < accepted) for i, token in enumerate(ids)]
 
     def _observe(self, tokens: mx.array, hidden: Hidden) -> None:
@@ -275,24 +285,29 @@ class SpeculativeDecoder:
 
     def _record(self, flight: _Flight, committed: int, steady: bool) -> None:
         """``steady``: plain steps go on, so that this one's time is that of a plain step."""
-        verify, commit = flight.verify_seconds, self._watch.lap()
-        accepted = integer(flight.outcome.accepted)
         record = Round(
-            flight.confidences, len(flight.drafts), accepted, committed, flight.draft_seconds, verify, commit
+            flight.confidences,
+            len(flight.drafts),
+            0 if flight.accepted is None else integer(flight.accepted),
+            committed,
+            flight.draft_seconds,
+            flight.verify_seconds,
+            self._watch.lap(),
         )
-        self.rounds.append(record)
-        if len(self.rounds) % 256 == 0:
-            mx.clear_cache()
         if flight.confidences:
             self._pacer.round(record.seconds, committed)
         elif flight.ahead and steady:
             self._pacer.step(record.seconds)
-        self.summary = self.summary.plus(record, parked=not self._pacer.drafting)
+        elif self.rounds:
+            self._pacer.change(record.seconds)
+        self.rounds.append(record)
+        self._summary.add(record)
+        if len(self.rounds) % 256 == 0:
+            mx.clear_cache()
 
     def _wait(self, flight: _Flight, wait: bool = True) -> None:
-        outcome = flight.outcome
-        arrays = (outcome.accepted, outcome.token, flight.logprobs, flight.finite)
-        evaluate(arrays, f"computing round {len(self.rounds) + 1}", wait=wait)
+        arrays = (flight.accepted, flight.token, flight.logprobs, flight.totals)
+        evaluate([array for array in arrays if array is not None], f"computing round {len(self.rounds) + 1}", wait=wait)
 
     def _seen(self, flight: _Flight, kept: int) -> mx.array:
         return mx.concatenate([flight.seen, flight.tokens[:kept]]) if self._processors else flight.seen
@@ -303,6 +318,10 @@ class SpeculativeDecoder:
         for process in self._processors:
             logits = process(tokens, logits)
         return logits
+
+
+def _likeliest(logprobs: mx.array) -> mx.array:
+    return mx.argmax(logprobs, axis=-1)
 
 
 def _draft_logprobs(drafts: list[Step], vocabulary: int) -> mx.array | None:

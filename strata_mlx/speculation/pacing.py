@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-SHARE = 0.02  # of the time so far, what rounds that did not pay may have cost
+SHARE = 0.01  # of the time so far, what drafting that did not pay may have cost
 FIRST_STEPS = 16  # plain steps before the first round, which measure what a token costs
 _RECENT = 16  # rounds by which it is judged whether drafting pays
 _SMOOTHING = 32  # plain steps that the cost of a token is averaged over
@@ -13,9 +13,10 @@ _SMOOTHING = 32  # plain steps that the cost of a token is averaged over
 class Pacer:
     """Measures plain steps and rounds, and says which comes next.
 
-    A round loses what it took beyond the time in which plain steps give as many tokens. Drafting goes on while recent
-    rounds have gained. Otherwise it is parked, and a round is tried again only when all losses, its own as expected
-    included, stay within SHARE of the time so far: the more a round loses, the rarer it is.
+    A round loses what it took beyond the time in which plain steps give as many tokens. Losses and gains are booked,
+    gains only against earlier losses. There is drafting while what was lost, and what a round is expected to lose, stay
+    within SHARE of the time so far. So what does not pay is tried the more rarely the more it loses, and costs no more
+    than that share; what pays goes on.
 
     always: draft in every round, whatever it costs.
     """
@@ -32,21 +33,24 @@ class Pacer:
         self._steps += 1
         self._plain += (seconds - self._plain) / min(self._steps, _SMOOTHING)
 
+    def change(self, seconds: float) -> None:
+        """A plain step took this long between drafting and plain steps: what it lost is drafting's."""
+        self._book(seconds, 1)
+
     def round(self, seconds: float, tokens: int) -> None:
         """A round took this long, drafting included, and gave so many tokens."""
+        self._losses.append(self._book(seconds, tokens))
+
+    def _book(self, seconds: float, tokens: int) -> float:
         loss = seconds - tokens * self._plain
         self._elapsed += seconds
-        self._loss = max(0.0, self._loss + loss)  # what was gained is kept, not spent
-        self._losses.append(loss)
+        self._loss = max(0.0, self._loss + loss)
+        return loss
 
     @property
     def drafting(self) -> bool:
         """Whether the next round should draft."""
-        if self._always:
-            return True
-        if self._steps < FIRST_STEPS:
-            return False
+        if self._always or self._steps < FIRST_STEPS:
+            return self._always
         expected = sum(self._losses) / max(len(self._losses), 1)
-        if expected < 0 and len(self._losses) > 2:
-            return True
         return self._loss + max(expected, 0.0) <= SHARE * self._elapsed

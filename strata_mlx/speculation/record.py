@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -39,7 +39,7 @@ class Round:
         return self.draft_seconds + self.verify_seconds + self.commit_seconds
 
 
-@dataclass(frozen=True)
+@dataclass
 class Summary:
     """The rounds of a text so far, and of those that drafted: drafts by their fate, and the tokens that they gave.
 
@@ -54,19 +54,15 @@ class Summary:
     tokens: int = 0
     parked: bool = False
 
-    def plus(self, latest: Round, parked: bool) -> Summary:
-        """With one more round."""
-        if not latest.drafted:
-            return replace(self, rounds=self.rounds + 1, parked=parked)
-        return Summary(
-            self.rounds + 1,
-            self.drafting_rounds + 1,
-            self.drafted + latest.drafted,
-            self.retained + latest.retained,
-            self.accepted + latest.accepted,
-            self.tokens + latest.committed,
-            parked,
-        )
+    def add(self, latest: Round) -> None:
+        """Count one more round."""
+        self.rounds += 1
+        if latest.drafted:
+            self.drafting_rounds += 1
+            self.drafted += latest.drafted
+            self.retained += latest.retained
+            self.accepted += latest.accepted
+            self.tokens += latest.committed
 
     @property
     def tokens_per_round(self) -> float:

@@ -14,20 +14,21 @@ _TRIMMABLE = (KVCache, QuantizedKVCache)  # each token has a place of its own, w
 
 
 class Window:
-    """One forward of T tokens over ``cache``, of which commit() keeps a prefix.
+    """One forward of ``rows`` tokens over ``cache``, of which commit() keeps a prefix.
 
     The forward must be given ``layers``. Attention caches grow in place and are trimmed. Recurrent layers get a
     LoggingCache: their entries of ``cache`` change at commit() only, to a state that is replayed from the log, without
-    another forward.
+    another forward. Of one row there is nothing to replay: it needs no log, is kept at once, and may be taken back.
     """
 
-    def __init__(self, cache: Sequence[Any]):
+    def __init__(self, cache: list[Any], rows: int):
+        self.rows = rows
         self._cache = cache
-        self.layers = [LoggingCache(layer) if isinstance(layer, ArraysCache) else layer for layer in cache]
         self._before = [list(layer.cache) if isinstance(layer, ArraysCache) else layer.offset for layer in cache]
+        self.layers = cache if rows == 1 else [_logging(layer) for layer in cache]
 
-    def commit(self, kept: int, rows: int) -> None:
-        """Leave every cache as the first ``kept`` of the window's ``rows`` tokens would have, computed one by one.
+    def commit(self, kept: int) -> None:
+        """Leave every cache as the first ``kept`` of the window's tokens would have, computed one by one.
 
         May be called again with a smaller ``kept``.
         """
@@ -36,11 +37,15 @@ class Window:
                 base.trim(base.offset - before - kept)
             elif kept == 0:
                 base.cache = before
-            elif kept == rows:
+            elif kept == self.rows:
                 base.cache = layer.cache
             else:
                 assert layer.log is not None, "commit() comes after the window's forward"
                 base.cache = layer.log.after(kept)
+
+
+def _logging(layer: Any) -> Any:
+    return LoggingCache(layer) if isinstance(layer, ArraysCache) else layer
 
 
 def check_rollback(cache: Sequence[Any]) -> None:

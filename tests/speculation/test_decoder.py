@@ -42,7 +42,7 @@ def plain(model: nn.Module, count: int = COUNT, **options: Any) -> list[int]:
 
 
 def decode(model: nn.Module, tokenizer: Any = None, max_tokens: int = COUNT, **options: Any) -> list[int]:
-    options = {"prompt": PROMPT, **options}
+    options = {"prompt": PROMPT, "max_steps": 3, **options}
     return [each.token for each in SpeculativeDecoder(model, tokenizer, max_tokens=max_tokens, **options)]
 
 
@@ -271,7 +271,8 @@ def test_any_sampler_confirms_the_drafts_that_it_repeats(model: nn.Module) -> No
         return mx.argsort(logprobs, axis=-1)[:, -2]
 
     text = plain(model, sampler=second)
-    decoder = SpeculativeDecoder(model, prompt=PROMPT, max_tokens=COUNT, drafter=Script(text, 3), sampler=second)
+    options: Any = {"drafter": Script(text, 3), "sampler": second, "max_steps": 3}
+    decoder = SpeculativeDecoder(model, prompt=PROMPT, max_tokens=COUNT, **options)
     assert [each.token for each in decoder] == text
     assert decoder.summary.accepted > COUNT // 2
 
@@ -287,6 +288,7 @@ def song(tokens: mx.array, logits: mx.array) -> mx.array:
 @pytest.mark.parametrize("role", ["drafter", "filler"])
 def test_lookup_drafts_what_followed_before(model: nn.Module, role: str) -> None:
     options: Any = {role: PromptLookupDrafter(), "logits_processors": [song], "retention": RetentionPolicy(0.5)}
+    options["max_steps"] = 3
     decoder = SpeculativeDecoder(model, prompt=PROMPT, max_tokens=COUNT, **options)
     assert [each.token for each in decoder] == plain(model, logits_processors=[song])
     assert decoder.summary.accepted > COUNT // 3
@@ -383,16 +385,16 @@ def test_logits_that_are_not_finite_are_a_fault(model: nn.Module) -> None:
 # Mutants
 
 
-def _one_more(self: Window, kept: int, rows: int) -> None:
-    COMMIT(self, min(kept + 1, rows), rows)
+def _one_more(self: Window, kept: int) -> None:
+    COMMIT(self, min(kept + 1, self.rows))
 
 
-def _one_less(self: Window, kept: int, rows: int) -> None:
-    COMMIT(self, max(kept - 1, 0), rows)
+def _one_less(self: Window, kept: int) -> None:
+    COMMIT(self, max(kept - 1, 0))
 
 
-def _everything(self: Window, kept: int, rows: int) -> None:  # noqa: ARG001
-    COMMIT(self, rows, rows)
+def _everything(self: Window, kept: int) -> None:  # noqa: ARG001
+    COMMIT(self, self.rows)
 
 
 COMMIT = Window.commit

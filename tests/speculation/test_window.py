@@ -33,7 +33,7 @@ def plain(model: nn.Module, kept: int, prompt: mx.array = PROMPT) -> list[Any]:
 def window(model: nn.Module, rows: int, prompt: mx.array = PROMPT) -> tuple[Window, list[Any]]:
     cache = make_cache(model)
     model(prompt, cache=cache)
-    result = Window(cache)
+    result = Window(cache, rows)
     mx.eval(Trunk(model)(TOKENS[:, :rows], result.layers))
     return result, cache
 
@@ -48,7 +48,7 @@ def test_the_trunk_computes_the_models_own_logits(model: nn.Module) -> None:
 def test_every_cache_is_as_after_plain_steps(model: nn.Module, rows: int) -> None:
     for kept in range(rows + 1):
         taken, cache = window(model, rows)
-        taken.commit(kept, rows)
+        taken.commit(kept)
         assert difference(cache, plain(model, kept)) <= TOLERANCE
 
 
@@ -56,23 +56,23 @@ def test_a_window_over_the_growth_of_a_cache_is_taken_back(model: nn.Module) -> 
     prompt = mx.array([[7] * 254])
     for kept in (0, 1, 2, 3, 8):
         taken, cache = window(model, 8, prompt)
-        taken.commit(kept, 8)
+        taken.commit(kept)
         assert difference(cache, plain(model, kept, prompt)) <= TOLERANCE
 
 
 def test_less_may_be_kept_later(model: nn.Module) -> None:
     taken, cache = window(model, 8)
     for kept in (8, 5, 5, 2, 0):
-        taken.commit(kept, 8)
+        taken.commit(kept)
         assert difference(cache, plain(model, kept)) <= TOLERANCE
 
 
 def test_decoding_goes_on_from_a_committed_window(model: nn.Module) -> None:
     taken, cache = window(model, 8)
-    taken.commit(3, 8)
-    after = Window(cache)
+    taken.commit(3)
+    after = Window(cache, 3)
     model(TOKENS[:, 3:6], cache=after.layers)
-    after.commit(2, 3)
+    after.commit(2)
     assert difference(cache, plain(model, 5)) <= TOLERANCE
 
 
@@ -85,14 +85,14 @@ def test_the_state_of_a_recurrent_layer_does_not_change_before_the_commit(model:
 
 def test_a_window_on_empty_caches_can_be_taken_back(model: nn.Module) -> None:
     cache = make_cache(model)
-    taken = Window(cache)
+    taken = Window(cache, 8)
     model(TOKENS, cache=taken.layers)
-    taken.commit(2, 8)
+    taken.commit(2)
     expected = make_cache(model)
     model(TOKENS[:, :1], cache=expected)
     model(TOKENS[:, 1:2], cache=expected)
     assert difference(cache, expected) <= TOLERANCE
-    taken.commit(0, 8)
+    taken.commit(0)
     assert all(layer.empty() for layer in cache if isinstance(layer, ArraysCache))
 
 
@@ -102,9 +102,9 @@ def test_a_quantised_cache_is_as_after_plain_steps(model: nn.Module) -> None:
 
     for kept in range(8):
         cache = quantised(0)
-        taken = Window(cache)
+        taken = Window(cache, 8)
         model(TOKENS, cache=taken.layers)
-        taken.commit(kept, 8)
+        taken.commit(kept)
         assert [c.offset for c in cache if isinstance(c, QuantizedKVCache)] == [8 + kept]
         following = TOKENS[:, kept : kept + 1]
         np.testing.assert_allclose(
@@ -142,5 +142,5 @@ ORIGINAL = RecurrenceLog.after
 def test_a_wrong_rollback_would_be_seen(model: nn.Module, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecurrenceLog, "after", mutant)
     taken, cache = window(model, 8)
-    taken.commit(4, 8)
+    taken.commit(4)
     assert difference(cache, plain(model, 4)) > 100 * TOLERANCE

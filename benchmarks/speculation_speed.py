@@ -1,0 +1,137 @@
+"""Decode held-out prompts plainly and with drafts, in one run: what speculation costs and gives on this machine.
+
+    python benchmarks/speculation_speed.py [--json]
+
+Every prompt is decoded in every way in turn, and a way's speed is compared with plain decoding of the same prompt, so
+that a slow spell of the machine hits few pairs. The weights are the embedded model's, in float32 on the CPU and as they
+are elsewhere. Fixed depths keep every draft; the gates work on chains of --max-steps.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import heldout, report
+from strata_mlx import RetentionPolicy, SpeculativeDecoder, load
+from strata_mlx.engine import generate_step
+from strata_mlx.speculation.record import Round
+
+PROMPT_TOKENS = 32
+POLICIES = {
+    "flat 0.35": RetentionPolicy(0.35),
+    "schedule 0.10,0.35,0.55": RetentionPolicy(schedule=(0.10, 0.35, 0.55)),
+    "cumulative 0.25": RetentionPolicy(min_cum_p=0.25),
+    "schedule and cumulative 0.20": RetentionPolicy(schedule=(0.10, 0.35, 0.55), min_cum_p=0.20),
+}
+Decode = Callable[[list[int]], Iterator[Any]]
+
+
+def ways(model: nn.Module, tokens: int, max_steps: int) -> dict[str, Decode]:
+    """By name, how to decode a prompt."""
+
+    def speculative(**options: Any) -> Decode:
+        return lambda prompt: SpeculativeDecoder(model, prompt=prompt, max_tokens=tokens, **options)
+
+    return {
+        "plain": lambda prompt: generate_step(mx.array(prompt), model, max_tokens=tokens),
+        "auto": speculative(auto=True),
+        **{f"depth {depth}": speculative(max_steps=depth) for depth in (1, 2, 3, 4)},
+        **{name: speculative(max_steps=max_steps, retention=policy) for name, policy in POLICIES.items()},
+        "stepwise flat 0.35": speculative(max_steps=max_steps, retention=RetentionPolicy(0.35), drafting="stepwise"),
+    }
+
+
+def decode(way: Decode, prompt: list[int]) -> tuple[float, Sequence[Round]]:
+    """Tokens per second after the first one, and the rounds, where there are any."""
+    decoder = way(prompt)
+    next(decoder)
+    start = time.perf_counter()
+    count = sum(1 for _ in decoder)
+    return count / (time.perf_counter() - start), getattr(decoder, "rounds", ())
+
+
+def acceptance(rounds: Sequence[Round]) -> list[float]:
+    """Of the drafts that were verified in each position, once those before were accepted: the share that was."""
+    shares = []
+    for position in range(max((each.retained for each in rounds), default=0)):
+        tried = [each for each in rounds if each.retained > position and each.accepted >= position]
+        shares.append(sum(each.accepted > position for each in tried) / max(len(tried), 1))
+    return shares
+
+
+def row(name: str, speeds: list[float], plain: list[float], rounds: list[Round]) -> dict[str, Any]:
+    drafting = [each for each in rounds if each.drafted]
+    ratios = [speed / other for speed, other in zip(speeds, plain, strict=True)]
+    sets = {package: ratios[i :: len(heldout.PACKAGES)] for i, package in enumerate(heldout.PACKAGES)}
+    return {
+        "way": name,
+        "tokens_per_s": statistics.median(speeds),
+        "speedup": statistics.median(ratios),
+        "speedup_by_set": {package: statistics.median(values) for package, values in sets.items() if values},
+        "drafting_rounds": len(drafting),
+        "tokens_per_round": sum(each.committed for each in drafting) / max(len(drafting), 1),
+        "retained_per_round": sum(each.retained for each in drafting) / max(len(drafting), 1),
+        "acceptance": acceptance(drafting),
+        "draft_ms": 1e3 * statistics.fmean([each.draft_seconds for each in drafting] or [0]),
+        "verify_ms": 1e3 * statistics.fmean([each.verify_seconds for each in drafting] or [0]),
+        "commit_ms": 1e3 * statistics.fmean([each.commit_seconds for each in drafting] or [0]),
+    }
+
+
+def run(args: Any) -> dict[str, Any]:
+    model, tokenizer = load(args.model, mtp=True)
+    prompts = heldout.windows(tokenizer, args.prompts, PROMPT_TOKENS)
+    every = ways(model, args.tokens, args.max_steps)
+    for way in every.values():  # the first run of each compiles
+        decode(way, prompts[0])
+    speeds: dict[str, list[float]] = {name: [] for name in every}
+    rounds: dict[str, list[Round]] = {name: [] for name in every}
+    for prompt in tqdm(prompts, desc="Speed", unit="prompt"):
+        for name, way in every.items():
+            speed, made = decode(way, prompt)
+            speeds[name].append(speed)
+            rounds[name] += made
+    return {
+        "rows": [row(name, speeds[name], speeds["plain"], rounds[name]) for name in every],
+        "prompts": args.prompts,
+        "tokens": args.tokens,
+        "max_steps": args.max_steps,
+        "device": mx.default_device().type.name,
+        "versions": {name: version(name) for name in ("mlx", "mlx-lm")},
+    }
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--model", help="a folder or a repository with an MTP head; by default the embedded model")
+    parser.add_argument("--prompts", type=int, default=30, help="held-out prompts")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens for each of them")
+    parser.add_argument("--max-steps", type=int, default=3, help="drafts in a round, where gates choose")
+    parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
+    args = parser.parse_args()
+    result = run(args)
+    if args.keep:
+        report.keep(args.keep, result)
+    if args.json:
+        print(json.dumps(result))
+        return
+    rows = [{**each, "acceptance": " ".join(f"{share:.2f}" for share in each["acceptance"])} for each in result["rows"]]
+    columns = ("way", "tokens_per_s", "speedup", "tokens_per_round", "retained_per_round", "acceptance")
+    print(report.table(rows, columns))
+
+
+if __name__ == "__main__":
+    main()
