@@ -159,7 +159,7 @@ class SpeculativeDecoder:
             following = self._step_ahead(flight)
             tokens = self._land(flight)
             ended = self._left == 0 or tokens[-1].token in self._stops
-            asked = self._ask() if self._pacer.drafting and not (following or ended) else iter(())
+            asked = self._ask() if self._pacer.drafting and not (following or ended) else None
             self._record(flight, len(tokens), steady=following is not None)
             if len(self.rounds) == 1:
                 report(prompt.size, prompt.size)
@@ -203,30 +203,36 @@ class SpeculativeDecoder:
         evaluate([(step.token, step.confidence) for step in begun], "drafting", wait=False)
         return chain(begun, steps)
 
-    def _verify(self, before: _Flight, tokens: list[Token], asked: Iterator[Step]) -> _Flight:
-        """Retain the drafts that pass the gates, and launch the window."""
-        gate, kept, confidences = self._retention.gate(self._path), [], []
-        for step in asked:
-            evaluate(step.confidence, "drafting")
-            confidences.append(float(np.array(step.confidence)))
-            if gate.offer(confidences[-1]):
-                kept.append(step)
-            if self._path == "stepwise" and not gate.open:
-                break
-        kept = self._fill(kept) if confidences else kept
+    def _verify(self, before: _Flight, tokens: list[Token], asked: Iterator[Step] | None) -> _Flight:
+        """Launch a window of the drafts that are retained; of none, a plain step, where none were ``asked`` for."""
+        kept, confidences = self._retain(asked) if asked else ([], [])
         seconds = self._watch.lap()
         window = mx.concatenate([mx.array([tokens[-1].token], mx.uint32), *(step.token for step in kept)])
         flight = self._launch(window, kept, self._seen(before, len(tokens)))
         flight.confidences, flight.draft_seconds = tuple(confidences), seconds
         return flight
 
+    def _retain(self, asked: Iterator[Step]) -> tuple[list[Step], list[float]]:
+        """The drafts that pass the gates and what the filler adds, and the confidences of all that were made."""
+        gate = self._retention.gate(self._path)
+        kept: list[Step] = []
+        confidences: list[float] = []
+        for step in asked:
+            confidences.append(_confidence(step))
+            if gate.offer(confidences[-1]):
+                kept.append(step)
+            if self._path == "stepwise" and not gate.open:
+                break
+        filling = self._fill(kept)
+        return kept + filling, confidences + [_confidence(step) for step in filling]
+
     def _fill(self, kept: list[Step]) -> list[Step]:
-        """What the filler proposes, if it begins with the retained drafts and goes on."""
+        """How the filler goes on, if what it proposes begins with the retained drafts."""
         if len(self._drafters) < 2:
-            return kept
+            return []
         proposed = list(islice(self._drafters[1].steps(), self._most()))
         agree = all(integer(a.token) == integer(b.token) for a, b in zip(kept, proposed, strict=False))
-        return kept + proposed[len(kept) :] if agree else kept
+        return proposed[len(kept) :] if agree else []
 
     def _most(self) -> int:
         """How many drafts a window may hold, so that no token comes after max_tokens."""
@@ -322,6 +328,11 @@ class SpeculativeDecoder:
 
 def _likeliest(logprobs: mx.array) -> mx.array:
     return mx.argmax(logprobs, axis=-1)
+
+
+def _confidence(step: Step) -> float:
+    evaluate(step.confidence, "drafting")
+    return float(np.array(step.confidence))
 
 
 def _draft_logprobs(drafts: list[Step], vocabulary: int) -> mx.array | None:

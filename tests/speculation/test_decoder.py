@@ -294,6 +294,26 @@ def test_lookup_drafts_what_followed_before(model: nn.Module, role: str) -> None
     assert decoder.summary.accepted > COUNT // 3
 
 
+def test_a_filler_fills_where_the_drafter_has_nothing(model: nn.Module) -> None:
+    class Silent(Script):
+        def steps(self) -> Iterator[Step]:
+            return iter(())
+
+    text = plain(model)
+    options: Any = {"drafter": Silent([], 0), "filler": Script(text, 2), "max_steps": 3}
+    decoder = SpeculativeDecoder(model, prompt=PROMPT, max_tokens=COUNT, **options)
+    assert [each.token for each in decoder] == text
+    assert decoder.summary.drafted >= decoder.summary.retained > decoder.summary.accepted > COUNT // 3
+
+
+def test_a_filler_that_disagrees_adds_nothing(model: nn.Module) -> None:
+    text = plain(model)
+    options: Any = {"drafter": Script(text, 1), "filler": Script(text, 0), "retention": RetentionPolicy(0.9)}
+    one = SpeculativeDecoder(model, prompt=PROMPT, max_tokens=COUNT, max_steps=3, drafting="stepwise", **options)
+    assert [each.token for each in one] == text
+    assert {each.retained for each in one.rounds} <= {0, 1}  # stepwise drafting keeps its first draft of all
+
+
 def test_a_model_without_a_head_can_look_up(model: nn.Module) -> None:
     head = model.pop("mtp")
     text = decode(model, drafter=PromptLookupDrafter(), logits_processors=[song])
