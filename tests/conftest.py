@@ -1,3 +1,4 @@
+import signal
 import sys
 
 import pytest
@@ -6,6 +7,9 @@ from hypothesis import settings
 # The machine may be busy: how long an example takes says nothing.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+# A job in the background of a shell ignores Ctrl-C, and so would the commands that the tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The test host runs kernels with ELF sections and glibc's contexts. A Mac has Metal itself, on which the kernels run in
 # tests/routing/test_kernel.py and in benchmarks/routing_conformance.py --executors metal.
