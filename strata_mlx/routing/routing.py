@@ -37,14 +37,19 @@ def verify_window() -> Iterator[None]:
 class Routing:
     """policy: how residents are preferred. residency: what is in memory, None where that is not known.
 
-    executor: what computes the selection; by default the kernel on a GPU, and MLX ops elsewhere.
+    executor: what computes the selection; by default, and where a policy can act, the kernel on a GPU, and MLX ops
+    elsewhere. Exact routing needs none: it builds and checks no kernel.
     """
 
     policy: RoutingPolicy = field(default_factory=RoutingPolicy)
     residency: Residency | None = None
-    executor: Executor = field(default_factory=default_executor)
+    executor: Executor | None = None
     _ranges: dict[int, LogitRange] = field(default_factory=dict)  # by layer, for cache_prior
     _maps: dict[int, mx.array | None] = field(default_factory=dict)  # by layer, on the device
+
+    def __post_init__(self) -> None:
+        if self.executor is None and self.mode == "biased":
+            object.__setattr__(self, "executor", default_executor())
 
     @property
     def mode(self) -> str:
@@ -74,6 +79,7 @@ class Routing:
         resident = self._resident(layer, top_k)
         if resident is None:
             return plain_router(logits, top_k, norm_topk)
+        assert self.executor is not None, "a map that acts makes the mode biased"
         shape, rows = logits.shape, logits.reshape(-1, logits.shape[-1])
         known = self._ranges.get(layer) if self.policy.kind == "cache_prior" else None
         ids, weights = select(

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from strata_mlx.errors import Fault
-from strata_mlx.routing import executors, select_ops
+from strata_mlx.routing import Residency, Routing, RoutingPolicy, executors, select_ops
+from strata_mlx.routing import routing as routing_module
 from strata_mlx.routing.executors import default_executor, disagreement, select_kernel
 
 
@@ -77,3 +78,19 @@ def test_a_kernel_that_differs_or_fails_is_not_used_and_that_is_said(
 def test_a_kernel_that_agrees_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executors, "disagreement", lambda _: None)
     assert default_executor() is select_kernel
+
+
+def test_exact_routing_builds_and_checks_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def ask() -> Any:
+        asked.append("asked")
+        return select_ops
+
+    monkeypatch.setattr(routing_module, "default_executor", ask)
+    Routing()
+    Routing(RoutingPolicy(1.0))
+    assert not asked
+    biased = Routing(RoutingPolicy(1.0), Residency({0: np.ones(4, bool)}))
+    assert asked == ["asked"]
+    assert biased.executor is select_ops
