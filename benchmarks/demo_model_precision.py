@@ -153,7 +153,6 @@ def main() -> None:
     default = report.ORIGINAL if report.ORIGINAL.exists() else None
     parser.add_argument("--original", type=Path, default=default, help=f"bfloat16 checkpoint (default: {default})")
     parser.add_argument("--make", action="store_true", help="write strata_mlx/embedded")
-    parser.add_argument("--keep", action="store_true", help="write the table to benchmarks/results")
     args = parser.parse_args()
     if args.make and not args.original:
         parser.error("--make needs --original")
@@ -174,10 +173,7 @@ def main() -> None:
         "within_limits": embedded["percent"] <= LIMIT_PERCENT and embedded["megabytes"] <= LIMIT_MB,
         "positions": DOCUMENTS * (LENGTH - 1),
     }
-    if args.keep:
-        report.keep(NAME, result)
-    if args.json:
-        print(json.dumps(result))
+    if report.publish(result, args):
         return
     print(report.table(rows, ("precision", "megabytes", "perplexity", "percent", "draft_agreement", "chosen")))
     print(

@@ -9,7 +9,6 @@ type.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
@@ -31,14 +30,12 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import heldout, report
+from benchmarks.models import embedded_as_float32
 from strata_mlx import load, loading
-from strata_mlx.checkpoint import Checkpoint
-from strata_mlx.checkpoint.convert import Conversion, convert
 from strata_mlx.device import DTYPES
 from strata_mlx.engine import generate_step
 from strata_mlx.errors import StrataError
 from strata_mlx.hub import EMBEDDED
-from strata_mlx.models.plan import plan_model
 
 GAP = 1e-4  # two logits closer than this may swap when sums are taken in another order
 PROMPT_TOKENS = 32
@@ -141,8 +138,7 @@ def compute_types(models: dict[str, Path], prompt: list[int], tokens: int) -> li
 
 
 def run(work: Path, args: Any) -> dict[str, Any]:
-    dense = work / "float32"
-    convert(Conversion(plan_model(Checkpoint.open(EMBEDDED)), None, dequantise=True, dtype=mx.float32), dense, False)
+    dense = embedded_as_float32(work / "float32")
     ours, tokenizer = load(dense)
     theirs, _ = mlx_lm.load(str(dense))
     prompts = heldout.windows(tokenizer, args.prompts, PROMPT_TOKENS)
@@ -175,14 +171,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=50, help="held-out prompts for exactness")
     parser.add_argument("--tokens", type=int, default=128, help="tokens for each of them")
     parser.add_argument("--pairs", type=int, default=7, help="pairs of alternating runs for each speed")
-    parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = run(Path(folder), args)
-    if args.keep:
-        report.keep(args.keep, result)
-    if args.json:
-        print(json.dumps(result))
+    if report.publish(result, args):
         return
     print(f"tokens compared {result['tokens_compared']}, mismatches {result['mismatches']}, ", end="")
     print(f"largest difference of a log-probability {result['largest_logit_difference']:.2e}\n")

@@ -15,10 +15,20 @@ ORIGINAL = ROOT.parent / "shared" / "demo-model"
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """An argument parser with ``--json``; tables are for people, JSON for programs."""
+    """An argument parser with ``--json`` and ``--keep``; tables are for people, JSON for programs."""
     result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    result.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
     return result
+
+
+def publish(result: dict[str, Any], args: argparse.Namespace) -> bool:
+    """Do what ``--keep`` and ``--json`` ask for; whether nothing is left to show."""
+    if args.keep:
+        keep(args.keep, result)
+    if args.json:
+        print(json.dumps(result))
+    return bool(args.json)
 
 
 def table(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:

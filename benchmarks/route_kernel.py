@@ -9,7 +9,6 @@ of operations (softmax, argpartition, take, divide), and the launch floor: an em
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -113,7 +112,6 @@ def measure() -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
     args = parser.parse_args()
     try:
         kernels.default_build()
@@ -129,10 +127,7 @@ def main() -> None:
         "worst_over_floor": max(row["over_floor"] for row in small),
         "rows": rows,
     }
-    if args.keep:
-        report.keep(args.keep, result)
-    if args.json:
-        print(json.dumps(result))
+    if report.publish(result, args):
         return
     names = ("T", "E", "floor", "fused", "select", "two_kernels", "ops", "plain_ops", "over_ops", "over_floor")
     print(report.table(rows, names))

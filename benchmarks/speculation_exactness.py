@@ -11,7 +11,6 @@ length and tokens, for a batch of sequences with different contexts. All in floa
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections import Counter
@@ -30,12 +29,9 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import heldout, report
+from benchmarks.models import embedded_as_float32
 from strata_mlx import RetentionPolicy, SpeculativeDecoder, load
-from strata_mlx.checkpoint import Checkpoint
-from strata_mlx.checkpoint.convert import Conversion, convert
 from strata_mlx.engine import generate_step
-from strata_mlx.hub import EMBEDDED
-from strata_mlx.models.plan import plan_model
 from strata_mlx.models.trunk import Trunk
 from strata_mlx.prefill import make_cache
 from strata_mlx.speculation.acceptance import accept_sampled
@@ -206,8 +202,7 @@ def tally(accepted: Any, drafts: Any, tokens: Any) -> Counter[tuple[int, ...]]:
 
 
 def run(work: Path, args: Any) -> dict[str, Any]:
-    dense = work / "float32"
-    convert(Conversion(plan_model(Checkpoint.open(EMBEDDED)), None, dequantise=True, dtype=mx.float32), dense, False)
+    dense = embedded_as_float32(work / "float32")
     model, tokenizer = load(dense, mtp=True)
     prompts = heldout.windows(tokenizer, args.prompts, PROMPT_TOKENS)
     result = greedy(model, prompts, args.tokens, args.configurations)
@@ -232,14 +227,10 @@ def main() -> None:
     parser.add_argument("--cache-prompts", type=int, default=10, help="prompts whose caches are compared")
     parser.add_argument("--draws", type=int, default=1_000_000, help="rounds that are sampled for each seed")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = run(Path(folder), args)
-    if args.keep:
-        report.keep(args.keep, result)
-    if args.json:
-        print(json.dumps(result))
+    if report.publish(result, args):
         return
     print(f"tokens compared {result['tokens_compared']}, mismatches {result['mismatches']}, ", end="")
     print(f"differences within the gap {len(result['within_gap'])}\n")

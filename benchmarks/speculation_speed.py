@@ -9,7 +9,6 @@ are elsewhere. Fixed depths keep every draft; the gates work on chains of --max-
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -120,13 +119,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=30, help="held-out prompts")
     parser.add_argument("--tokens", type=int, default=256, help="tokens for each of them")
     parser.add_argument("--max-steps", type=int, default=3, help="drafts in a round, where gates choose")
-    parser.add_argument("--keep", metavar="NAME", help="write the result to benchmarks/results/NAME.json")
     args = parser.parse_args()
     result = run(args)
-    if args.keep:
-        report.keep(args.keep, result)
-    if args.json:
-        print(json.dumps(result))
+    if report.publish(result, args):
         return
     rows = [{**each, "acceptance": " ".join(f"{share:.2f}" for share in each["acceptance"])} for each in result["rows"]]
     columns = ("way", "tokens_per_s", "speedup", "tokens_per_round", "retained_per_round", "acceptance")
