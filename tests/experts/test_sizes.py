@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from strata_mlx.errors import InputError
 from strata_mlx.experts.sizes import UNITS, format_size, parse_size
-from tests.errors import refuses
+from tests.errors import may_refuse, refuses
 
 sizes = st.integers(1, 10**15)
 
@@ -44,7 +44,7 @@ def test_an_amount_is_read_as_it_is_meant(text: str, size: int) -> None:
         ("twelve", "not an amount"),
         ("nan", "not an amount"),
         ("inf", "not an amount"),
-        ("١٢GB", "not an amount"),
+        ("\u0661\u0662GB", "not an amount"),
         ("0", "more than nothing"),
         ("0.0001KB", "more than nothing"),
         ("9999999999TB", "at most"),
@@ -75,7 +75,5 @@ def test_rounded_up_is_never_less(size: int) -> None:
 
 @given(st.text())
 def test_any_text_is_an_amount_or_is_refused(text: str) -> None:
-    try:
+    with may_refuse("memory"):
         assert parse_size(text) > 0
-    except InputError as error:
-        assert "\n" not in str(error)
