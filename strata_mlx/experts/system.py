@@ -51,6 +51,32 @@ def available() -> int:
     return min([int(fields["MemAvailable"].split()[0]) * 1024, *(limit - used for limit, used in _cgroup_limits())])
 
 
+def memory_stalls() -> float | None:
+    """Percent of the last ten seconds in which some process waited for memory; None where the kernel does not say."""
+    try:
+        words = (PROC / "pressure/memory").read_text().split()
+    except OSError:
+        return None
+    return next((float(word[6:]) for word in words if word.startswith("avg10=")), None)
+
+
+def cgroup_high_events() -> int:
+    """How often the kernel has throttled this process' control groups for being above their memory.high."""
+    count = 0
+    for folder, _ in _cgroups():
+        try:
+            words = (folder / "memory.events").read_text().split()
+        except OSError:
+            continue
+        count += int(words[words.index("high") + 1])
+    return count
+
+
+def vm_pressure_level() -> int:
+    """macOS' memory pressure: 1 normal, 2 warning, 4 critical."""
+    return _sysctl("kern.memorystatus_vm_pressure_level")
+
+
 def on_gpu_of_its_own() -> bool:
     """Whether MLX computes in the memory of a GPU, apart from the process' own."""
     return bool(mx.default_device() == mx.gpu) and not mx.metal.is_available()
@@ -107,11 +133,6 @@ def _sysctl(name: str) -> int:
     if ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0) != 0:
         raise OSError(f"sysctl has no {name}")
     return value.value
-
-
-def vm_pressure_level() -> int:
-    """macOS' memory pressure: 1 normal, 2 warning, 4 critical."""
-    return _sysctl("kern.memorystatus_vm_pressure_level")
 
 
 def _rusage_word(index: int) -> int:
