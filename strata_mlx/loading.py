@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .checkpoint import Checkpoint
+from .checkpoint.safetensors import read_header
 from .device import arrange, compute_dtype, evaluate, on_cpu
 from .errors import CheckpointError, InputError, in_one_line
+from .experts.eviction import DEFAULT_EVICTION
+from .experts.streaming import slots_by_layer, stream_experts, streaming_of
 from .hub import find_model
 from .models.plan import ModelPlan, plan_model
 
@@ -32,6 +36,8 @@ def load(
     adapter_path: str | os.PathLike[str] | None = None,
     mtp: bool | str = False,
     tokenizer_config: dict[str, Any] | None = None,
+    slots: int | Sequence[int] | None = None,
+    eviction: str = DEFAULT_EVICTION,
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load a model and its tokenizer.
 
@@ -40,6 +46,9 @@ def load(
     elsewhere.
     adapter_path: a folder of trained LoRA adapters. mtp: load the MTP head too, as ``model.mtp``; "auto" where there
     is one. tokenizer_config: options for the tokenizer's constructor.
+    slots: how many experts of a MoE layer are in memory at a time, for all layers or for each, an MTP head's last; the
+    others are read from disk when they are needed. None is all of them. The output does not depend on it.
+    eviction: which expert makes room for another: one of strata_mlx.experts.eviction.EVICTIONS.
 
     Returns the model, a module that maps tokens ``[B, T]`` and a cache to logits ``[B, T, V]`` and that mlx_lm's
     functions take as well, and the tokenizer. Raises StrataError for whatever is wrong with name, files or memory.
@@ -52,19 +61,32 @@ def load(
         tokenizer = pool.submit(load_tokenizer, checkpoint, tokenizer_config)
         if sum(map(plan.source_bytes, plan.recipes)) > _LARGE_MODEL:
             tokenizer.result()  # gigabytes are not read for nothing
-        model = load_model(plan, dtype)
+        model = load_model(plan, dtype, slots, eviction)
     return apply_adapters(model, Path(adapter_path)) if adapter_path else model, tokenizer.result()
 
 
-def load_model(plan: ModelPlan, dtype: str = "auto") -> nn.Module:
-    """Read the parameters of ``plan`` into its model, part by part, and return it. ``dtype`` is as in load()."""
+def load_model(
+    plan: ModelPlan,
+    dtype: str = "auto",
+    slots: int | Sequence[int] | None = None,
+    eviction: str = DEFAULT_EVICTION,
+) -> nn.Module:
+    """Read the parameters of ``plan`` into its model, part by part, and return it. The options are those of load().
+
+    Experts of layers that do not have a slot for each are never read here.
+    """
     read, cast = plan.checkpoint.reader(), compute_dtype(dtype)
     modules = dict(plan.model.named_modules())
     if on_cpu() and cast != mx.float32 and any(isinstance(module, SwitchLinear) for module in modules.values()):
         raise InputError(
             f"dtype {dtype}: MLX's CPU backend multiplies unquantised experts in float32 only; use float32"
         )
+    streaming = None
+    if slots is not None:
+        streaming = stream_experts(plan, cast, slots_by_layer(plan, slots), eviction)
+    streamed = tuple(f"{path}." for path in streaming.paths) if streaming else ()
     for part, parameters in plan.groups().items():
+        parameters = [name for name in parameters if not name.startswith(streamed)]
         weights = {
             name: arrange(modules[name.rpartition(".")[0]], plan.recipes[name].build(read, cast)) for name in parameters
         }
@@ -72,6 +94,7 @@ def load_model(plan: ModelPlan, dtype: str = "auto") -> nn.Module:
         plan.model.update(tree_unflatten(list(weights.items())))
         read.release(source for name in parameters for source in plan.recipes[name].sources)
     plan.model.eval()
+    plan.model.streaming = streaming
     return plan.model
 
 
@@ -82,6 +105,13 @@ def apply_adapters(model: nn.Module, path: Path) -> nn.Module:
     for name in ("adapter_config.json", "adapters.safetensors"):
         if not (path / name).exists():
             raise InputError(f"{path / name}: missing; {path} does not hold trained adapters")
+    if streaming := streaming_of(model):
+        for name in read_header(path / "adapters.safetensors"):
+            if name.startswith(tuple(f"{streamed}." for streamed in streaming.paths)):
+                raise InputError(
+                    f"{path / 'adapters.safetensors'}: {name!r} adapts experts, which is not possible while they are "
+                    "read from disk: load the model without slots or a memory budget"
+                )
     try:
         return load_adapters(model, str(path)).eval()
     except (ValueError, RuntimeError, AttributeError, KeyError, TypeError) as error:

@@ -1,0 +1,1 @@
+"""Experts on disk under a memory budget."""
