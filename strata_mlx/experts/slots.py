@@ -49,6 +49,12 @@ class SlotPool(Protocol):
     def settle(self) -> None:
         """Wait for every result that reads a slot."""
 
+    def shrink(self, count: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Have only ``count`` slots; ``moves`` are the old and the new slot of each expert that is kept.
+
+        Cut short, it leaves at least ``count`` slots, and nothing of what was in them.
+        """
+
 
 class _Readers:
     """Results that may not have been computed yet, and the slots that each of them reads."""
@@ -76,6 +82,7 @@ class UnifiedSlots:
 
     def __init__(self, experts: nn.Module, fields: Sequence[Field], count: int):
         self.splits = on_cpu()
+        self._fields = fields
         self._arrays = [_page_aligned(field, count) for field in fields]
         self._views = [_view(array) for array in self._arrays]
         self._experts = _with_parameters(experts, fields, self._arrays)
@@ -95,6 +102,16 @@ class UnifiedSlots:
 
     def settle(self) -> None:
         self._readers.settle()
+
+    def shrink(self, count: int, moves: Sequence[tuple[int, int]]) -> None:
+        self._readers.settle()
+        for i, field in enumerate(self._fields):
+            array = _page_aligned(field, count)
+            view = _view(array)
+            for old, new in moves:
+                view[new] = self._views[i][old]
+            _with_parameters(self._experts, [field], [array])
+            self._arrays[i], self._views[i] = array, view
 
 
 class StagedSlots:
@@ -134,6 +151,17 @@ class StagedSlots:
 
     def settle(self) -> None:
         self._readers.settle()
+
+    def shrink(self, count: int, moves: Sequence[tuple[int, int]]) -> None:
+        self._readers.settle()
+        sources = np.zeros(count, np.int32)
+        for old, new in moves:
+            sources[new] = old
+        for i, field in enumerate(self._fields):
+            array = self._arrays[i][mx.array(sources)]
+            evaluate(array, f"making room for {count} experts")
+            _with_parameters(self._experts, [field], [array])
+            self._arrays[i] = array
 
 
 def make_slots(experts: nn.Module, fields: Sequence[Field], count: int) -> SlotPool:

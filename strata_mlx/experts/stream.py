@@ -159,6 +159,29 @@ class StreamedExperts(nn.Module):
         traffic.stall_seconds += done - free
         traffic.host_seconds -= done - begin
 
+    def warm(self, experts: Ids) -> None:
+        """Read ``experts``, which are not resident and find room, before they are needed. That is no traffic of any
+        request. Raises Fault where a read fails.
+        """
+        counters, self._traffic = self._traffic, Traffic()
+        self._open = True
+        try:
+            self._fetch(experts, NOTHING)
+        finally:
+            self._traffic = counters
+            self._recover()
+
+    def shrink(self, slots: int) -> None:
+        """Have only so many slots; the experts that the eviction policy would keep stay."""
+        self._open = True
+        try:
+            moving = self.table.shrink(slots)
+            pairs = self.table.reserve(list(moving), NOTHING)
+            self._pool.shrink(slots, [(moving[expert], slot) for expert, slot in pairs])
+            self.table.commit(pairs)
+        finally:
+            self._recover()
+
     def _recover(self) -> None:
         """After a window that was cut short: no read may write any more, and what had not ended was not resident."""
         if self._reads:

@@ -19,7 +19,8 @@ class SlotTable:
     never make room once they are resident.
 
     slot_of: int32 ``[experts]``, -1 where an expert is not resident. resident: bool ``[experts]``. version: grows
-    whenever ``resident`` changes. All are to be read only; the arrays stay the same objects.
+    whenever ``resident`` changes. counts: int64 ``[experts]``, how often each was selected.
+    All are to be read only; the arrays stay the same objects.
     """
 
     def __init__(self, experts: int, slots: int, eviction: Eviction, pinned: Collection[int] = ()):
@@ -27,6 +28,7 @@ class SlotTable:
         self.slot_of: NDArray[np.int32] = np.full(experts, -1, np.int32)
         self.resident: NDArray[np.bool_] = np.zeros(experts, np.bool_)
         self.version = 0
+        self.counts: NDArray[np.int64] = np.zeros(experts, np.int64)
         self.eviction = eviction
         self._evictable = np.ones(experts, np.bool_)
         self._evictable[list(pinned)] = False
@@ -86,8 +88,32 @@ class SlotTable:
         np.greater_equal(self.slot_of, 0, out=self.resident)
         self.version += 1
 
+    def shrink(self, slots: int) -> dict[int, int]:
+        """Have only ``slots``, and all of them free. Returns the residents that should move into them, and where each
+        lay until now; they are to be reserved and committed again.
+
+        Raises ValueError, and changes nothing, where the pinned residents have no room.
+        """
+        surplus = int(self.resident.sum()) - slots
+        staying = self.resident.copy()
+        if surplus > 0:
+            candidates = self._candidates(_NONE)
+            if len(candidates) < surplus:
+                raise ValueError(f"{slots} slots have no room for the pinned experts")
+            staying[self.eviction.victims(candidates, surplus)] = False
+        experts = staying.nonzero()[0]
+        moving = dict(zip(experts.tolist(), self.slot_of[experts].tolist(), strict=True))
+        self.slots = slots
+        self.slot_of[:] = -1
+        self.recover()
+        return moving
+
     def used(self, ids: Ids, prefill: bool) -> None:
-        """Tell the eviction policy what the rows of a window selected, ``[T, K]``."""
+        """Count what the rows of a window selected, ``[T, K]``, and tell the eviction policy."""
+        if len(ids) == 1:
+            self.counts[ids[0]] += 1
+        else:
+            self.counts += np.bincount(ids.ravel(), minlength=self.counts.size)
         self.eviction.used(ids, prefill)
 
     def _candidates(self, keep: Ids) -> NDArray[np.intp]:

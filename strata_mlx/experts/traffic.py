@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(slots=True)
@@ -25,3 +25,7 @@ class Traffic:
     stall_seconds: float = 0.0
     host_seconds: float = 0.0
     compute_seconds: float = 0.0
+
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        """What has been added since ``earlier``."""
+        return Traffic(*(getattr(self, field.name) - getattr(earlier, field.name) for field in fields(self)))
