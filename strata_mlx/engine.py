@@ -16,8 +16,18 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .device import evaluate, integer
 from .errors import Fault, InputError
+from .experts.pressure import relieve
 from .models.moe import blocks
-from .prefill import Progress, check_tokens, ignore, kv_quantiser, make_cache, plain_forward, read_tokens
+from .prefill import (
+    Progress,
+    check_tokens,
+    ignore,
+    kv_quantiser,
+    make_cache,
+    plain_forward,
+    read_tokens,
+    rows_at_a_time,
+)
 from .speculation.decoder import SpeculativeDecoder, Token
 from .speculation.record import Summary
 from .speculation.retention import RetentionPolicy
@@ -98,11 +108,13 @@ def generate_step(
         evaluate(result, f"computing token {number}", wait=False)
         return result
 
-    read_tokens(prompt[:-1], plain_forward(model, cache, quantise), prefill_step_size, report, prompt.size)
+    rows = rows_at_a_time(model, prefill_step_size)
+    read_tokens(prompt[:-1], plain_forward(model, cache, quantise), rows, report, prompt.size)
     token, logprobs, total = step(prompt[-1:], 1)
     count = 0
     while count != max_tokens:
         count += 1
+        relieve(model)
         following = step(token, count + 1) if count != max_tokens else None
         evaluate((token, logprobs, total), f"computing token {count}")
         # The sum of exponentials is not finite where one logit is NaN or +inf, or all are -inf.

@@ -85,7 +85,8 @@ class Needs:
     @property
     def smallest(self) -> int:
         """The smallest budget that works."""
-        return sum(self.fixed.values()) + self._work(LEAST_CHUNK) + self.least * self.per_slot
+        streaming = sum(self.fixed.values()) + self._work(LEAST_CHUNK) + self.least * self.per_slot
+        return streaming if self.least < self.experts else self.resident
 
     @property
     def resident(self) -> int:
@@ -110,8 +111,8 @@ class Needs:
             return self._fit(budget, self.experts, work, streams=False)
         least = self._work(LEAST_CHUNK)
         work = max(least, min((left - self.least * self.per_slot) // _SHARE, self._most()))
-        slots = min((left - work) // self.per_slot, self.experts)
-        if slots == self.experts:
+        slots = min((left - work) // self.per_slot, self.experts - 1)
+        if slots == self.experts - 1:
             work = min(left - slots * self.per_slot, self._most())
         return self._fit(budget, slots, work, streams=True)
 
@@ -216,13 +217,12 @@ def budget_bytes(memory: int | str) -> int:
 
 
 def needs(
-    plan: ModelPlan, dtype: str = "auto", *, context: int = CONTEXT, step_size: int = 2048, staging: int = 0
+    plan: ModelPlan, dtype: str = "auto", *, context: int = CONTEXT, step_size: int = 2048, adapters: int = 0
 ) -> Needs:
     """What ``plan`` needs to be run in ``dtype`` (as in load()) with up to ``context`` tokens.
 
-    step_size: rows of a prompt that are read at a time, if there is room. staging: what reading experts takes beside
-    the slots. Measures the memory of this process: everything that is imported must have been, and the tokenizer
-    loaded.
+    step_size: rows of a prompt that are read at a time, if there is room. adapters: bytes of theirs.
+    Measures the memory of this process: everything that is imported must have been, and the tokenizer loaded.
     """
     sizes, args = list(_parameter_sizes(plan, dtype)), plan.args
     itemsize = (compute_dtype(dtype) or mx.bfloat16).size
@@ -232,9 +232,6 @@ def needs(
     recurrent, attention = _layers(plan)
     state = _state_bytes(args, itemsize) if recurrent else 0
     own_gpu = system.on_gpu_of_its_own()
-    groups: dict[str, int] = {}
-    for size in sizes:
-        groups[group_of(size.name)] = groups.get(group_of(size.name), 0) + size.temporary
     return Needs(
         scope="GPU memory" if own_gpu else "process memory",
         fixed={
@@ -244,11 +241,11 @@ def needs(
             "kv_cache": (attention + 1)
             * _kv_bytes(args, context, itemsize),  # one grows while its old arrays are there
             "recurrent_state": recurrent * state,
-            "staging": staging,
+            "adapters": adapters,
             "buffers": _BUFFERS if on_cpu() else _BUFFERS_GPU,
         },
-        loading=max((size.temporary for size in dense), default=0),
-        loading_resident=max(groups.values()),
+        loading=_by_group(dense),
+        loading_resident=_by_group(sizes),
         activations=_activations(plan, context, itemsize, recurrent),
         resident_nodes=recurrent * _NODES,
         window=_window_bytes(args, recurrent, state, itemsize),
@@ -258,6 +255,14 @@ def needs(
         least=args.num_experts_per_tok,
         step_size=step_size,
     )
+
+
+def _by_group(sizes: list[_Size]) -> int:
+    """What the largest part that is loaded at a time takes for a while."""
+    groups: dict[str, int] = {}
+    for size in sizes:
+        groups[group_of(size.name)] = groups.get(group_of(size.name), 0) + size.temporary
+    return max(groups.values(), default=0)
 
 
 def _process(own_gpu: bool) -> int:

@@ -62,7 +62,11 @@ class Streaming:
     @property
     def slot_bytes(self) -> int:
         """What one slot in each of the layers takes."""
-        return sum(self.store.expert_bytes(layer.place) for layer in self.layers.values())
+        return sum(map(self.expert_bytes, self.layers))
+
+    def expert_bytes(self, index: int) -> int:
+        """Of one expert of a layer, in memory."""
+        return self.store.expert_bytes(self.layers[index].place)
 
     def shrink(self, slots: int) -> None:
         """Have ``slots``, at least ``least``, in each layer that has more."""
@@ -70,7 +74,7 @@ class Streaming:
             if layer.table.slots > slots:
                 layer.shrink(slots)
 
-    def warm(self, wanted: Mapping[int, Sequence[int]], report: Callable[[int], None] = lambda _: None) -> None:
+    def warm(self, wanted: Mapping[int, Sequence[int]], report: Callable[[int], object] = lambda _: None) -> None:
         """Read experts before they are needed: by the index of the MoE layer, the most wanted first, as many as fit.
 
         report: called with the bytes that have come to memory since the last call. Raises Fault where a read fails.
@@ -81,7 +85,7 @@ class Streaming:
             for start in range(0, len(absent), _WARMED_AT_ONCE):
                 experts = absent[start : start + _WARMED_AT_ONCE]
                 layer.warm(np.array(experts, np.intp))
-                report(len(experts) * self.store.expert_bytes(layer.place))
+                report(len(experts) * self.expert_bytes(index))
 
     def close(self) -> None:
         """Close the files. The model can no longer be run."""

@@ -23,24 +23,24 @@ class Residency:
         return resident if resident is not None and resident.any() else None
 
     @classmethod
-    def from_json(cls, path: Path, layer_count: int, experts: int) -> "Residency":
-        """Read ``{"0": [3, 17], "1": [...]}``: by layer, the experts that are in memory.
+    def from_json(cls, path: Path, layer_count: int, experts: int, option: str = "--residency") -> "Residency":
+        """Read ``{"0": [3, 17], "1": [...]}``: by layer, the experts that are in memory. option: what names the file.
 
         Raises InputError that names the file, for one that is broken or names a layer or an expert that there is not.
         """
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise InputError(f"--residency {path}: cannot be read ({error.strerror})") from error
+            raise InputError(f"{option} {path}: cannot be read ({error.strerror})") from error
         except ValueError as error:
-            raise InputError(f"--residency {path}: not valid JSON ({error})") from error
+            raise InputError(f"{option} {path}: not valid JSON ({error})") from error
         if not isinstance(value, dict):
-            raise InputError(f'--residency {path}: expected an object such as {{"0": [3, 17]}}')
+            raise InputError(f'{option} {path}: expected an object such as {{"0": [3, 17]}}')
         layers = {}
         for name, ids in value.items():
             if not (name.isascii() and name.isdigit() and int(name) < layer_count):
-                raise InputError(f"--residency {path}: there is no layer {name!r}; they are 0 to {layer_count - 1}")
+                raise InputError(f"{option} {path}: there is no layer {name!r}; they are 0 to {layer_count - 1}")
             if not isinstance(ids, list) or any(type(e) is not int or not 0 <= e < experts for e in ids):
-                raise InputError(f"--residency {path}: layer {name}: expected a list of experts 0 to {experts - 1}")
+                raise InputError(f"{option} {path}: layer {name}: expected a list of experts 0 to {experts - 1}")
             layers[int(name)] = np.isin(np.arange(experts), ids)
         return cls(layers)

