@@ -2,20 +2,26 @@
 
 strata_mlx inspect
 strata_mlx inspect --model FOLDER --json
+strata_mlx inspect --model FOLDER --memory 12GB --context 8192
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from .experts import add_memory
 from .options import add_model, number
+
+if TYPE_CHECKING:
+    from ..models.plan import ModelPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--context", type=number(int, 1), default=4096, help="tokens of context to reckon memory for")
+    add_memory(parser)
     parser.add_argument(
         "--probe-mtp",
         action="store_true",
@@ -30,7 +36,10 @@ def run(args: argparse.Namespace) -> int:
     from ..models.plan import plan_model
     from ..models.report import describe
 
-    report = describe(plan_model(Checkpoint.open(find_model(args.model, revision=args.revision))), args.context)
+    plan = plan_model(Checkpoint.open(find_model(args.model, revision=args.revision)))
+    report = describe(plan, args.context)
+    if args.memory is not None:
+        report["budget"] = _budget(plan, args)
     if args.probe_mtp:
         report["mtp_probe"] = _probe(args)
     if args.json:
@@ -38,6 +47,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(report)
     return 0
+
+
+def _budget(plan: ModelPlan, args: argparse.Namespace) -> dict[str, Any]:
+    """What generate would make of --memory."""
+    from ..experts.budget import budget_bytes
+    from ..experts.options import ExpertOptions
+    from ..loading import load_tokenizer
+
+    options = ExpertOptions(memory=args.memory, context=args.context)
+    needs = options.needs(plan, "auto", load_tokenizer(plan.checkpoint))
+    fit = needs.fit(budget_bytes(args.memory))
+    return {**fit.to_dict(), "smallest": needs.smallest, "everything": needs.resident, "summary": str(fit)}
 
 
 def _probe(args: argparse.Namespace) -> dict[str, Any]:
@@ -75,9 +96,24 @@ def _print(report: dict[str, Any]) -> None:
         print(f"{part:30}{row['bytes'] / 1e6:12,.3f}{share:9.1%}  {', '.join(row['precision'])}")
     print(f"{'total':30}{report['bytes'] / 1e6:12,.3f}{1:9.1%}")
     total = sum(memory.values())
-    parts = ", ".join(f"{name.replace('_', ' ')} {size / 1e6:,.1f}" for name, size in memory.items())
-    print(f"\nMemory on this device with {report['context']} tokens of context: {total / 1e6:,.1f} MB ({parts})")
+    print(
+        f"\nMemory on this device with {report['context']} tokens of context: {total / 1e6:,.1f} MB ({_in_mb(memory)})"
+    )
+    if budget := report.get("budget"):
+        parts = ", ".join(
+            f"{name.replace('_', ' ')} {size / 1e6:,.1f}" for name, size in budget["bytes"].items() if size
+        )
+        print(f"\n{budget['summary']}\n({parts} MB)")
+        print(
+            f"The smallest budget is {budget['smallest'] / 1e6:,.1f} MB; with {budget['everything'] / 1e6:,.1f} MB ",
+            end="",
+        )
+        print("everything is in memory.")
     if probe := report.get("mtp_probe"):
         rates = ", ".join(f"{rate:.1%} {kind} the final norm" for kind, rate in probe["acceptance"].items())
         print(f"MTP drafts accepted with hidden states taken {rates}: mtp_hidden should be {probe['best']!r}, ", end="")
         print("as it is" if probe["best"] == probe["configured"] else f"not {probe['configured']!r}")
+
+
+def _in_mb(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {size / 1e6:,.1f}" for name, size in sizes.items() if size)

@@ -34,8 +34,8 @@ _SHARE = 4  # one part in so many of what is left may go to activations, so that
 _RESERVE = 10  # `auto` leaves one part in so many of the system's memory to others
 # Measured on the CPU (benchmarks/memory_budget.py): code and stacks that a process first touches when it decodes, how
 # much two processes differ by, and what MLX's nodes of a graph take for each row of a layer that recurs row by row.
-_FIRST_USE = 4_000_000
-_JITTER = 2_000_000
+_FIRST_USE = 6_000_000
+_JITTER = 3_000_000
 _NODES = 12_000
 _BUFFERS = 1_000_000  # that MLX keeps for reuse: on the CPU more makes nothing faster
 # On Metal nothing has been measured yet: compiled kernels and command buffers are assumed to take this much.

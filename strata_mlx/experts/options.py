@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..models.moe import blocks
 from ..models.plan import ModelPlan
 from ..routing.residency import Residency
-from .budget import CONTEXT, Fit, budget_bytes, needs
+from .budget import CONTEXT, Fit, Needs, budget_bytes, needs
 from .disk import DiskSettings
 from .eviction import DEFAULT_EVICTION
 from .pressure import Guard, beyond, system_sources
@@ -57,6 +57,13 @@ class ExpertOptions:
     def settings(self) -> DiskSettings | None:
         return None if self.io_threads is None else DiskSettings(threads=self.io_threads)
 
+    def needs(self, plan: ModelPlan, dtype: str, tokenizer: TokenizerWrapper, adapters: int = 0) -> Needs:
+        """What ``plan`` needs in ``dtype``, measured with everything in memory that generating imports."""
+        importlib.import_module("strata_mlx.engine")
+        tokenizer.decode(tokenizer.encode("text"))
+        context = self.context if isinstance(self.context, int) else self.context(tokenizer)
+        return needs(plan, dtype, context=context, step_size=self.prefill_step_size, adapters=adapters)
+
     def fit(self, plan: ModelPlan, dtype: str, tokenizer: TokenizerWrapper, adapters: int = 0) -> Fit | None:
         """How the budget is spent on ``plan`` in ``dtype``; None without one. adapters: bytes of theirs.
 
@@ -65,10 +72,7 @@ class ExpertOptions:
         """
         if self.memory is None:
             return None
-        importlib.import_module("strata_mlx.engine")  # what generating imports is in memory before it is measured
-        budget = budget_bytes(self.memory)
-        context = self.context if isinstance(self.context, int) else self.context(tokenizer)
-        fit = needs(plan, dtype, context=context, step_size=self.prefill_step_size, adapters=adapters).fit(budget)
+        fit = self.needs(plan, dtype, tokenizer, adapters).fit(budget_bytes(self.memory))
         mx.set_cache_limit(fit.parts["buffers"])
         return fit
 

@@ -18,6 +18,7 @@ _EVERY = 1.0  # seconds between two looks at the system
 _PATIENCE = 10.0  # seconds until the system's averages show what giving memory back has done
 _LEAST_AVAILABLE = 20  # the system is to have one part in so many of its memory left
 _STALLED = 10.0  # percent of the last ten seconds in which some process waited for memory
+_SLACK = 0.01  # that memory may be beyond the budget before slots go: nobody is hurt by so little
 _WARNING, _CRITICAL = 1 / 8, 1 / 3  # of the slots, that go back
 
 
@@ -110,7 +111,7 @@ def beyond(budget: int, scope: str) -> Source:
 
     def ask() -> Wish | None:
         used = mx.get_active_memory() + mx.get_cache_memory() if system.on_gpu_of_its_own() else system.footprint()
-        if used <= budget:
+        if used <= budget * (1 + _SLACK):
             return None
         return Wish(f"{format_size(used)} of {scope} are used, more than the budget", nbytes=used - budget)
 

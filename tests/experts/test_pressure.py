@@ -127,6 +127,7 @@ def test_lines_go_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
 def test_memory_beyond_the_budget_is_wanted_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "on_gpu_of_its_own", lambda: False)
     monkeypatch.setattr(system, "footprint", lambda: 1050)
+    assert pressure.beyond(1045, "process memory")() is None
     assert pressure.beyond(1050, "process memory")() is None
     wish = pressure.beyond(1000, "process memory")()
     assert wish is not None
