@@ -7,7 +7,7 @@ only after write(), which first has every result computed that may read the slot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -37,6 +37,15 @@ class SlotPool(Protocol):
     def __call__(self, x: mx.array, slots: NDArray[np.int32]) -> mx.array:
         """Apply the experts in ``slots [..., K]`` to ``x [..., D]``, lazily: ``[..., K, D]``."""
 
+    def promise(self, x: mx.array, shape: tuple[int, ...]) -> Promise | None:
+        """A call as above whose slots of ``shape`` are told later, with fulfil(); None where that cannot be.
+
+        Until then the outputs must not be computed. A promise may also be dropped.
+        """
+
+    def fulfil(self, promise: Promise, slots: NDArray[np.int32]) -> None:
+        """Tell the slots of a promise."""
+
     def write(self, slots: Sequence[int]) -> list[Targets]:
         """Where the experts for ``slots`` are to be written: one array per field and slot, bfloat16 as uint16.
 
@@ -54,6 +63,14 @@ class SlotPool(Protocol):
 
         Cut short, it leaves at least ``count`` slots, and nothing of what was in them.
         """
+
+
+class Promise(NamedTuple):
+    """outputs: ``[..., K, D]``, lazily. indices: the slots, in memory that ``told`` writes to."""
+
+    outputs: mx.array
+    indices: mx.array
+    told: NDArray[np.uint32]
 
 
 class _Readers:
@@ -86,16 +103,29 @@ class UnifiedSlots:
         self._arrays = [_page_aligned(field, count) for field in fields]
         self._views = [_view(array) for array in self._arrays]
         self._experts = _with_parameters(experts, fields, self._arrays)
+        self._targets: list[Targets | None] = [None] * count  # by slot, made when first written
         self._readers = _Readers()
 
     def __call__(self, x: mx.array, slots: NDArray[np.int32]) -> mx.array:
-        result = self._experts(x, mx.array(slots))
+        result = self._experts(x, mx.array(slots.view(np.uint32)))
         self._readers.add(result, slots)
         return result
 
+    def promise(self, x: mx.array, shape: tuple[int, ...]) -> Promise:
+        indices = mx.array(np.zeros(shape, np.uint32))
+        return Promise(self._experts(x, indices), indices, np.array(indices, copy=False))
+
+    def fulfil(self, promise: Promise, slots: NDArray[np.int32]) -> None:
+        promise.told[...] = slots
+        self._readers.add(promise.outputs, slots)
+
     def write(self, slots: Sequence[int]) -> list[Targets]:
         self._readers.settle(slots)
-        return [[view[slot] for view in self._views] for slot in slots]
+        return [self._targets[slot] or self._target(slot) for slot in slots]
+
+    def _target(self, slot: int) -> Targets:
+        target = self._targets[slot] = [view[slot] for view in self._views]
+        return target
 
     def land(self) -> None:
         """Nothing is left to do."""
@@ -131,9 +161,15 @@ class StagedSlots:
         self._staged: list[int] = []  # the slots that these are for
 
     def __call__(self, x: mx.array, slots: NDArray[np.int32]) -> mx.array:
-        result = self._experts(x, mx.array(slots))
+        result = self._experts(x, mx.array(slots.view(np.uint32)))
         self._readers.add(result, slots)
         return result
+
+    def promise(self, x: mx.array, shape: tuple[int, ...]) -> None:
+        """The host does not write to the device's memory."""
+
+    def fulfil(self, promise: Promise, slots: NDArray[np.int32]) -> None:
+        raise NotImplementedError("no promise was made")
 
     def write(self, slots: Sequence[int]) -> list[Targets]:
         if not self._staging or len(slots) > len(self._staging[0]):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from numpy.typing import NDArray
 
 from ..device import evaluate
 from .eviction import Ids
-from .slots import SlotPool
+from .slots import Promise, SlotPool
 from .table import SlotTable
 from .traffic import Traffic
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .store import ExpertStore
 
 DECODE_ROWS = 16  # a window of more rows is a prompt's
+SPLIT_SECONDS = 3e-4  # of reading, from which on it pays to compute with the resident experts apart
 PROMPT_SHARE = 0.5  # of the slots, which the waves of a prompt go through; what is in the others stays
 NOTHING: Ids = np.zeros(0, np.intp)
 
@@ -37,61 +38,80 @@ class StreamedExperts(nn.Module):
         self.place = place
         self._pool, self._store, self._traffic = pool, store, traffic
         self._reads: Reads | None = None  # while it is not sure that they have ended
+        self._read_seconds = 0.0  # for an expert, a moving average
         self._open = False  # while the table is between two consistent states
 
-    def __call__(self, x: mx.array, ids: mx.array, meanwhile: mx.array | None = None) -> mx.array:
-        """Apply the experts ``ids`` uint32 ``[B, T, K]`` to ``x [B, T, D]``: ``[B, T, K, D]``, by rank.
+    def __call__(
+        self, x: mx.array, ids: mx.array, mix: Callable[[mx.array], mx.array], meanwhile: mx.array | None = None
+    ) -> mx.array:
+        """Apply the experts ``ids`` uint32 ``[B, T, K]`` to ``x [B, T, D]`` and return ``mix(outputs)``, on its way.
 
-        meanwhile: what the device is to compute next, while the host waits for the ids and for reads.
+        mix: what follows on the experts' outputs ``[B, T, K, D]``, by rank. meanwhile: what the device is to compute
+        next, while the host waits for the ids and for reads.
         Raises Fault where a read fails; nothing is lost by that but this window.
         """
         start = perf_counter()
+        if self._open:
+            self._recover()
         evaluate(ids, "choosing experts", wait=False)
         if meanwhile is not None:
             evaluate(meanwhile, "computing the shared expert", wait=False)
-        launched = perf_counter()
+        # Until the ids are there, the host does all that does not need them.
+        few = ids.size <= DECODE_ROWS * ids.shape[-1]
+        promised = self._pool.promise(x, ids.shape) if few else None
+        result = mix(promised.outputs) if promised else None
+        self._pool.settle()
+        self.table.rank(2 * ids.shape[-1])
         evaluate(ids, "choosing experts")
-        chosen = np.array(ids)
         known = perf_counter()
-        if self._open:
-            self._recover()
+        chosen = np.array(ids).astype(np.intp)
         self._open = True
         try:
-            result = self._apply(x, chosen)
+            outputs = self._apply(x, chosen, promised)
         except BaseException:
             self._recover()
             raise
         self._open = False
-        self._traffic.compute_seconds += known - launched
-        self._traffic.host_seconds += launched - start + perf_counter() - known
+        if result is None or outputs is not None:
+            result = mix(outputs)
+        evaluate(result, "computing experts", wait=False)
+        self.table.used(chosen.reshape(-1, chosen.shape[-1]), not few)
+        if not few:  # results of many rows are not kept until the next window
+            self._pool.settle()
+        self._traffic.compute_seconds += known - start
+        self._traffic.host_seconds += perf_counter() - known
         return result
 
-    def _apply(self, x: mx.array, chosen: NDArray[np.uint32]) -> mx.array:
+    def _apply(self, x: mx.array, chosen: Ids, promised: Promise | None) -> mx.array | None:
+        """The outputs by rank, or None where they are those of ``promised``."""
         traffic, table = self._traffic, self.table
-        self._pool.settle()  # without a wait: what came before the ids is computed
-        rows = chosen.reshape(-1, chosen.shape[-1])
-        prompt = len(rows) > DECODE_ROWS
+        slots = table.slot_of[chosen]
+        if chosen.size == chosen.shape[-1]:
+            needed = chosen.reshape(-1)
+            missing = needed[slots.reshape(-1) < 0]
+        else:
+            mask = np.zeros(table.slot_of.size, np.bool_)
+            mask[chosen] = True
+            needed = mask.nonzero()[0]
+            missing = needed[table.slot_of[needed] < 0]
         traffic.windows += 1
         traffic.picks += chosen.size
-        table.used(rows, prompt)
-        slots = table.slot_of[chosen]
-        needed = np.zeros(table.slot_of.size, np.bool_)
-        needed[chosen] = True
-        missing = (needed & ~table.resident).nonzero()[0]
-        experts = needed.nonzero()[0]
-        traffic.hits += len(experts) - len(missing)
+        traffic.hits += len(needed) - len(missing)
         traffic.misses += len(missing)
-        if not len(missing):
-            result = self._pool(x, slots)
-        elif len(missing) <= table.room(experts):
-            result = self._in_groups(x, chosen, [missing], experts)
-        else:
-            result = self._in_groups(x, chosen, *self._waves(chosen, missing, prompt))
-        if prompt:  # results of many rows are not kept until the next window
-            self._pool.settle()
-        return result
+        if len(missing):
+            if len(missing) > table.room(needed):
+                return self._in_groups(x, chosen, *self._waves(chosen, missing))
+            slow = len(missing) * self._read_seconds > SPLIT_SECONDS
+            if slow and self._pool.splits and len(missing) < len(needed):
+                return self._in_groups(x, chosen, [missing], needed)
+            self._fetch(missing, needed)
+            slots = table.slot_of[chosen]
+        if promised is None:
+            return self._pool(x, slots)
+        self._pool.fulfil(promised, slots)
+        return None
 
-    def _waves(self, chosen: NDArray[np.uint32], missing: Ids, prompt: bool) -> tuple[list[Ids], Ids]:
+    def _waves(self, chosen: Ids, missing: Ids) -> tuple[list[Ids], Ids]:
         """The missing experts of a window that needs more than there are slots, a wave at a time, and the residents
         that stay.
 
@@ -99,28 +119,26 @@ class StreamedExperts(nn.Module):
         """
         table = self.table
         slots = table.room(NOTHING)
-        if prompt:
+        if chosen.size > DECODE_ROWS * chosen.shape[-1]:
             slots = max(1, round(slots * PROMPT_SHARE))
         size = max(1, slots // 2)
         uses = np.bincount(chosen.ravel(), minlength=table.slot_of.size)
         order = missing[uses[missing].argsort(kind="stable")]  # the last ones stay
         return [order[i : i + size] for i in range(0, len(order), size)], table.staying(slots)
 
-    def _in_groups(self, x: mx.array, chosen: NDArray[np.uint32], waves: list[Ids], staying: Ids) -> mx.array:
+    def _in_groups(self, x: mx.array, chosen: Ids, waves: list[Ids], staying: Ids) -> mx.array:
         """Compute with what is resident while the first wave is read, and with each wave while the next one is."""
-        table, pool = self.table, self._pool
+        table = self.table
         flat, results, entries = chosen.ravel(), [], []
         group, before = table.resident[flat].nonzero()[0], NOTHING
         for wave in waves:
-            if len(group) and (pool.splits or len(waves) > 1):
+            if len(group):
                 results.append(self._pairs(x, flat, group, chosen.shape))
                 entries.append(group)
             self._fetch(wave, np.concatenate([staying, before]))
             member = np.zeros(table.slot_of.size, np.bool_)
             member[wave] = True
             group, before = member[flat].nonzero()[0], wave
-        if not results:
-            return pool(x, table.slot_of[chosen])
         results.append(self._pairs(x, flat, group, chosen.shape))
         entries.append(group)
         axis = -2 if len(flat) == chosen.shape[-1] else 0
@@ -129,7 +147,7 @@ class StreamedExperts(nn.Module):
         ordered = mx.take(mx.concatenate(results, axis), mx.array(rank), axis)
         return ordered.reshape(*chosen.shape, ordered.shape[-1])
 
-    def _pairs(self, x: mx.array, flat: NDArray[np.uint32], entries: Ids, shape: tuple[int, ...]) -> mx.array:
+    def _pairs(self, x: mx.array, flat: Ids, entries: Ids, shape: tuple[int, ...]) -> mx.array:
         """Begin to compute the pairs ``token * K + rank``: ``[..., N, D]`` of one token, ``[N, 1, D]`` of several."""
         slots = self.table.slot_of[flat[entries]]
         if flat.size == shape[-1]:
@@ -152,6 +170,7 @@ class StreamedExperts(nn.Module):
         done = perf_counter()
         self._pool.land()
         self.table.commit(pairs)
+        self._read_seconds += 0.1 * (reads.seconds / len(pairs) - self._read_seconds)
         traffic = self._traffic
         traffic.bytes += reads.nbytes
         traffic.read_seconds += reads.seconds
