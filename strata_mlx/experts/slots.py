@@ -7,7 +7,7 @@ only after write(), which first has every result computed that may read the slot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,13 +38,7 @@ class SlotPool(Protocol):
         """Apply the experts in ``slots [..., K]`` to ``x [..., D]``, lazily: ``[..., K, D]``."""
 
     def promise(self, x: mx.array, shape: tuple[int, ...]) -> Promise | None:
-        """A call as above whose slots of ``shape`` are told later, with fulfil(); None where that cannot be.
-
-        Until then the outputs must not be computed. A promise may also be dropped.
-        """
-
-    def fulfil(self, promise: Promise, slots: NDArray[np.int32]) -> None:
-        """Tell the slots of a promise."""
+        """A call as above whose slots, of ``shape``, are told later; None where the device does not allow that."""
 
     def write(self, slots: Sequence[int]) -> list[Targets]:
         """Where the experts for ``slots`` are to be written: one array per field and slot, bfloat16 as uint16.
@@ -65,14 +59,6 @@ class SlotPool(Protocol):
         """
 
 
-class Promise(NamedTuple):
-    """outputs: ``[..., K, D]``, lazily. indices: the slots, in memory that ``told`` writes to."""
-
-    outputs: mx.array
-    indices: mx.array
-    told: NDArray[np.uint32]
-
-
 class _Readers:
     """Results that may not have been computed yet, and the slots that each of them reads."""
 
@@ -88,6 +74,20 @@ class _Readers:
         if due:
             evaluate(due, "computing with experts in memory")
             self._pending = [] if slots is None else [entry for entry in self._pending if entry[1].isdisjoint(slots)]
+
+
+class Promise:
+    """outputs: of a call of a SlotPool, ``[..., K, D]``, lazily. They must not be computed before fulfil()."""
+
+    def __init__(self, experts: nn.Module, x: mx.array, shape: tuple[int, ...], readers: _Readers):
+        self._indices = mx.array(np.zeros(shape, np.uint32))
+        self.outputs: mx.array = experts(x, self._indices)
+        self._readers = readers
+
+    def fulfil(self, slots: NDArray[np.int32]) -> None:
+        """Tell the slots."""
+        np.array(self._indices, copy=False)[...] = slots
+        self._readers.add(self.outputs, slots)
 
 
 class UnifiedSlots:
@@ -112,12 +112,7 @@ class UnifiedSlots:
         return result
 
     def promise(self, x: mx.array, shape: tuple[int, ...]) -> Promise:
-        indices = mx.array(np.zeros(shape, np.uint32))
-        return Promise(self._experts(x, indices), indices, np.array(indices, copy=False))
-
-    def fulfil(self, promise: Promise, slots: NDArray[np.int32]) -> None:
-        promise.told[...] = slots
-        self._readers.add(promise.outputs, slots)
+        return Promise(self._experts, x, shape, self._readers)
 
     def write(self, slots: Sequence[int]) -> list[Targets]:
         self._readers.settle(slots)
@@ -166,10 +161,7 @@ class StagedSlots:
         return result
 
     def promise(self, x: mx.array, shape: tuple[int, ...]) -> None:
-        """The host does not write to the device's memory."""
-
-    def fulfil(self, promise: Promise, slots: NDArray[np.int32]) -> None:
-        raise NotImplementedError("no promise was made")
+        """Telling the slots later would be such a host write."""
 
     def write(self, slots: Sequence[int]) -> list[Targets]:
         if not self._staging or len(slots) > len(self._staging[0]):

@@ -36,6 +36,7 @@ class ExpertStore:
         self._files: list[WeightFile] = []
         self._local = threading.local()  # .casting: by layer
         self._pool: Pool | None = None
+        self._latest: Reads | None = None
         self._closed = False
         try:
             for file, size in sizes.items():
@@ -72,12 +73,17 @@ class ExpertStore:
 
     def start(self, layer: int, jobs: Sequence[Job]) -> Reads:
         """Begin to read experts, each with the arrays that its fields go to, as in read()."""
-        reads = Reads(partial(self._read, layer), partial(self._check_unchanged, layer), jobs)
+        self._latest = reads = Reads(partial(self._read, layer), partial(self._check_unchanged, layer), jobs)
         if self.settings.threads > 1 and not self._closed:
             if self._pool is None:
                 self._pool = Pool(self.settings.threads)
             self._pool.start(reads, len(jobs))
         return reads
+
+    def drain(self) -> None:
+        """Give up what start() began last, and return when no read writes to its memory any more."""
+        if self._latest:
+            self._latest.drain()
 
     def close(self) -> None:
         """Wait for reads in flight and close the files."""

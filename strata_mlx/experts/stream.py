@@ -17,12 +17,12 @@ from .table import SlotTable
 from .traffic import Traffic
 
 if TYPE_CHECKING:
-    from .reads import Reads
     from .store import ExpertStore
 
 DECODE_ROWS = 16  # a window of more rows is a prompt's
 SPLIT_SECONDS = 3e-4  # of reading, from which on it pays to compute with the resident experts apart
 PROMPT_SHARE = 0.5  # of the slots, which the waves of a prompt go through; what is in the others stays
+TIME_ONE_IN = 64  # computations that reads overlap, to know which reads the device had to wait for
 NOTHING: Ids = np.zeros(0, np.intp)
 
 
@@ -37,8 +37,8 @@ class StreamedExperts(nn.Module):
         self.table = table
         self.place = place
         self._pool, self._store, self._traffic = pool, store, traffic
-        self._reads: Reads | None = None  # while it is not sure that they have ended
         self._read_seconds = 0.0  # for an expert, a moving average
+        self._pair_seconds, self._timed = 0.0, 0
         self._open = False  # while the table is between two consistent states
 
     def __call__(
@@ -58,8 +58,8 @@ class StreamedExperts(nn.Module):
             evaluate(meanwhile, "computing the shared expert", wait=False)
         # Until the ids are there, the host does all that does not need them.
         few = ids.size <= DECODE_ROWS * ids.shape[-1]
-        promised = self._pool.promise(x, ids.shape) if few else None
-        result = mix(promised.outputs) if promised else None
+        promise = self._pool.promise(x, ids.shape) if few else None
+        result = mix(promise.outputs) if promise else None
         self._pool.settle()
         self.table.rank(2 * ids.shape[-1])
         evaluate(ids, "choosing experts")
@@ -67,12 +67,12 @@ class StreamedExperts(nn.Module):
         chosen = np.array(ids).astype(np.intp)
         self._open = True
         try:
-            outputs = self._apply(x, chosen, promised)
+            outputs = self._apply(x, chosen, promise)
         except BaseException:
             self._recover()
             raise
         self._open = False
-        if result is None or outputs is not None:
+        if promise is None or result is None or outputs is not promise.outputs:
             result = mix(outputs)
         evaluate(result, "computing experts", wait=False)
         self.table.used(chosen.reshape(-1, chosen.shape[-1]), not few)
@@ -82,8 +82,8 @@ class StreamedExperts(nn.Module):
         self._traffic.host_seconds += perf_counter() - known
         return result
 
-    def _apply(self, x: mx.array, chosen: Ids, promised: Promise | None) -> mx.array | None:
-        """The outputs by rank, or None where they are those of ``promised``."""
+    def _apply(self, x: mx.array, chosen: Ids, promise: Promise | None) -> mx.array:
+        """The outputs by rank: those of ``promise``, if it can be fulfilled."""
         traffic, table = self._traffic, self.table
         slots = table.slot_of[chosen]
         if chosen.size == chosen.shape[-1]:
@@ -106,10 +106,10 @@ class StreamedExperts(nn.Module):
                 return self._in_groups(x, chosen, [missing], needed)
             self._fetch(missing, needed)
             slots = table.slot_of[chosen]
-        if promised is None:
+        if promise is None:
             return self._pool(x, slots)
-        self._pool.fulfil(promised, slots)
-        return None
+        promise.fulfil(slots)
+        return promise.outputs
 
     def _waves(self, chosen: Ids, missing: Ids) -> tuple[list[Ids], Ids]:
         """The missing experts of a window that needs more than there are slots, a wave at a time, and the residents
@@ -131,11 +131,13 @@ class StreamedExperts(nn.Module):
         table = self.table
         flat, results, entries = chosen.ravel(), [], []
         group, before = table.resident[flat].nonzero()[0], NOTHING
+        busy_until = 0.0
         for wave in waves:
             if len(group):
                 results.append(self._pairs(x, flat, group, chosen.shape))
                 entries.append(group)
-            self._fetch(wave, np.concatenate([staying, before]))
+                busy_until = max(busy_until, perf_counter()) + self._time(results[-1], len(group))
+            self._fetch(wave, np.concatenate([staying, before]), busy_until)
             member = np.zeros(table.slot_of.size, np.bool_)
             member[wave] = True
             group, before = member[flat].nonzero()[0], wave
@@ -158,15 +160,23 @@ class StreamedExperts(nn.Module):
         evaluate(result, "computing experts", wait=False)
         return result
 
-    def _fetch(self, experts: Ids, keep: Ids) -> None:
-        """Read ``experts`` into slots; of the residents, ``keep`` stay."""
+    def _time(self, result: mx.array, pairs: int) -> float:
+        """How many seconds it takes to compute ``pairs``, of which ``result`` is: looked at once in a while."""
+        if self._timed % TIME_ONE_IN == 0:
+            start = perf_counter()
+            evaluate(result, "computing experts")
+            self._pair_seconds = (perf_counter() - start) / pairs
+        self._timed += 1
+        return self._pair_seconds * pairs
+
+    def _fetch(self, experts: Ids, keep: Ids, busy_until: float = 0.0) -> None:
+        """Read ``experts`` into slots; of the residents, ``keep`` stay. busy_until: when the device runs out of work."""
         pairs = self.table.reserve(experts.tolist(), keep)
         begin = perf_counter()
         targets = self._pool.write([slot for _, slot in pairs])
         free = perf_counter()
-        self._reads = reads = self._store.start(self.place, list(zip(experts.tolist(), targets, strict=True)))
+        reads = self._store.start(self.place, list(zip(experts.tolist(), targets, strict=True)))
         reads.wait()
-        self._reads = None
         done = perf_counter()
         self._pool.land()
         self.table.commit(pairs)
@@ -175,7 +185,7 @@ class StreamedExperts(nn.Module):
         traffic.bytes += reads.nbytes
         traffic.read_seconds += reads.seconds
         traffic.compute_seconds += free - begin
-        traffic.stall_seconds += done - free
+        traffic.stall_seconds += max(0.0, done - max(free, busy_until))
         traffic.host_seconds -= done - begin
 
     def warm(self, experts: Ids) -> None:
@@ -203,8 +213,6 @@ class StreamedExperts(nn.Module):
 
     def _recover(self) -> None:
         """After a window that was cut short: no read may write any more, and what had not ended was not resident."""
-        if self._reads:
-            self._reads.drain()
-            self._reads = None
+        self._store.drain()
         self.table.recover()
         self._open = False
