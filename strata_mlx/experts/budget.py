@@ -240,7 +240,7 @@ def needs(
             "mtp_head": head,
             "kv_cache": (attention + 1)
             * _kv_bytes(args, context, itemsize),  # one grows while its old arrays are there
-            "recurrent_state": recurrent * state,
+            "recurrent_state": 2 * recurrent * state,  # the next one is made from the one before
             "adapters": adapters,
             "buffers": _BUFFERS if on_cpu() else _BUFFERS_GPU,
         },

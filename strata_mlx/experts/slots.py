@@ -130,6 +130,7 @@ class UnifiedSlots:
 
     def shrink(self, count: int, moves: Sequence[tuple[int, int]]) -> None:
         self._readers.settle()
+        self._targets = [None] * count
         for i, field in enumerate(self._fields):
             array = _page_aligned(field, count)
             view = _view(array)
