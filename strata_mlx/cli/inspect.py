@@ -100,15 +100,9 @@ def _print(report: dict[str, Any]) -> None:
         f"\nMemory on this device with {report['context']} tokens of context: {total / 1e6:,.1f} MB ({_in_mb(memory)})"
     )
     if budget := report.get("budget"):
-        parts = ", ".join(
-            f"{name.replace('_', ' ')} {size / 1e6:,.1f}" for name, size in budget["bytes"].items() if size
-        )
-        print(f"\n{budget['summary']}\n({parts} MB)")
-        print(
-            f"The smallest budget is {budget['smallest'] / 1e6:,.1f} MB; with {budget['everything'] / 1e6:,.1f} MB ",
-            end="",
-        )
-        print("everything is in memory.")
+        smallest, everything = (budget[name] / 1e6 for name in ("smallest", "everything"))
+        print(f"\n{budget['summary']} ({_in_mb(budget['bytes'])})")
+        print(f"The smallest budget is {smallest:,.1f} MB; from {everything:,.1f} MB on all experts are in memory.")
     if probe := report.get("mtp_probe"):
         rates = ", ".join(f"{rate:.1%} {kind} the final norm" for kind, rate in probe["acceptance"].items())
         print(f"MTP drafts accepted with hidden states taken {rates}: mtp_hidden should be {probe['best']!r}, ", end="")
