@@ -199,18 +199,18 @@ def budget_bytes(memory: int | str) -> int:
 
     "auto" is what the system can give now, on top of what the process has, less a tenth of the machine's memory; on
     Apple silicon not more than Metal recommends to use. Limits of control groups (containers) count. On a GPU with
-    memory of its own it is what that has, less a tenth.
+    memory of its own it is what that has left, and what MLX has of it, less a tenth of all.
     """
     if isinstance(memory, int):
         return parse_size(str(memory))
     if memory.strip().lower() != "auto":
         return parse_size(memory)
     if system.on_gpu_of_its_own():
-        memory_size = int(mx.device_info()["total_memory"])
-        return memory_size - memory_size // _RESERVE
+        gpu = mx.device_info(mx.gpu)
+        return _gpu_memory() + int(gpu["free_memory"]) - int(gpu["total_memory"]) // _RESERVE
     most = system.footprint() + system.available() - system.total() // _RESERVE
     if mx.metal.is_available():
-        most = min(most, int(mx.device_info()["max_recommended_working_set_size"]))
+        most = min(most, int(mx.device_info(mx.gpu)["max_recommended_working_set_size"]))
     if most <= 0:
         raise InputError("memory auto: the system has no memory to give; close programs, or name an amount")
     return most
@@ -249,12 +249,21 @@ def needs(
         activations=_activations(plan, context, itemsize, recurrent),
         resident_nodes=recurrent * _NODES,
         window=_window_bytes(args, recurrent, state, itemsize),
-        per_slot=sum(size.loaded for size in experts) // args.num_experts,
+        per_slot=_slot_bytes(experts, args.num_experts, own_gpu),
         layers=len(blocks(plan.model)),
         experts=args.num_experts,
         least=args.num_experts_per_tok,
         step_size=step_size,
     )
+
+
+def _slot_bytes(sizes: list[_Size], experts: int, own_gpu: bool) -> int:
+    """Of a slot in every layer; where experts are copied to a GPU, a layer at a time, with room for the copies."""
+    layers: dict[str, int] = {}
+    for size in sizes:
+        layer = size.name.partition(".switch_mlp.")[0]
+        layers[layer] = layers.get(layer, 0) + size.loaded // experts
+    return sum(layers.values()) + (max(layers.values()) if own_gpu else 0)
 
 
 def _by_group(sizes: list[_Size]) -> int:
@@ -267,8 +276,13 @@ def _by_group(sizes: list[_Size]) -> int:
 
 def _process(own_gpu: bool) -> int:
     if own_gpu:
-        return mx.get_active_memory() + mx.get_cache_memory()
+        return _gpu_memory()
     return system.footprint() + (_FIRST_USE if on_cpu() else _FIRST_USE_METAL)
+
+
+def _gpu_memory() -> int:
+    """What MLX has of it."""
+    return mx.get_active_memory() + mx.get_cache_memory()
 
 
 @dataclass(frozen=True)

@@ -203,14 +203,26 @@ def test_auto_is_what_the_system_has_less_a_reserve(monkeypatch: pytest.MonkeyPa
 def test_auto_stays_within_what_metal_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "on_gpu_of_its_own", lambda: False)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 1000})
+    monkeypatch.setattr(mx, "device_info", lambda _: {"max_recommended_working_set_size": 1000})
     assert budget_bytes("auto") == 1000
 
 
 def test_auto_on_a_gpu_of_its_own_is_about_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "on_gpu_of_its_own", lambda: True)
-    monkeypatch.setattr(mx, "device_info", lambda: {"total_memory": 1000})
-    assert budget_bytes("auto") == 900
+    monkeypatch.setattr(mx, "device_info", lambda _: {"total_memory": 1000, "free_memory": 500})
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 200)
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: 100)
+    assert budget_bytes("auto") == 700
+
+
+def test_on_a_gpu_of_its_own_the_budget_is_about_that(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu_or_metal = needs(plan_of(folder)).per_slot
+    monkeypatch.setattr(system, "on_gpu_of_its_own", lambda: True)
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 200)
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: 100)
+    demand = needs(plan_of(folder))
+    assert (demand.scope, demand.fixed["process"]) == ("GPU memory", 300)
+    assert demand.per_slot > on_cpu_or_metal
 
 
 @pytest.mark.parametrize("memory", [12_000_000_000, "12GB", "12 gb", "12000000000"])
