@@ -170,7 +170,7 @@ class StreamedExperts(nn.Module):
         return self._pair_seconds * pairs
 
     def _fetch(self, experts: Ids, keep: Ids, busy_until: float = 0.0) -> None:
-        """Read ``experts`` into slots; of the residents, ``keep`` stay. busy_until: when the device runs out of work."""
+        """Read ``experts`` into slots; of the residents, ``keep`` stay. busy_until: when the device will be idle."""
         pairs = self.table.reserve(experts.tolist(), keep)
         begin = perf_counter()
         targets = self._pool.write([slot for _, slot in pairs])
