@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from strata_mlx.experts.casts import Caster
 from tests.experts.memory import bits
 
-KINDS = {mx.float32: np.uint32, mx.bfloat16: np.uint16, mx.float16: np.uint16}
+KINDS: dict[mx.Dtype, Any] = {mx.float32: np.uint32, mx.bfloat16: np.uint16, mx.float16: np.uint16}
 NUMPY: dict[mx.Dtype, Any] = {mx.float32: np.float32, mx.bfloat16: np.uint16, mx.float16: np.float16}
 
 
@@ -27,7 +27,7 @@ def cast(source: mx.array, wanted: mx.Dtype, split: int) -> NDArray[Any]:
     return made
 
 
-@pytest.mark.parametrize(("stored", "wanted"), permutations(KINDS, 2), ids=str)
+@pytest.mark.parametrize(("stored", "wanted"), list(permutations(KINDS, 2)), ids=str)
 @given(seed=st.integers(0, 2**32 - 1), small=st.booleans())
 def test_a_cast_is_mlx_s_to_the_bit(stored: mx.Dtype, wanted: mx.Dtype, seed: int, small: bool) -> None:
     rng, size = np.random.default_rng(seed), 100 if small else 20_000

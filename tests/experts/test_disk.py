@@ -1,6 +1,5 @@
 """Settings of the disk: measured, remembered, chosen, overridden."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from strata_mlx.errors import Fault, InputError
 from strata_mlx.experts import DiskSettings, disk
 from strata_mlx.experts.disk import Workload, choose, device_of, recall, remember, settings_for
 from strata_mlx.experts.probe import BLOCKS, PASSES, THREADS, Rate, cells, measure
-from tests.cli.conftest import Run, run, tiny  # noqa: F401
 from tests.errors import refuses
 
 HUGE = 1 << 50
@@ -121,8 +119,13 @@ def test_a_memory_that_cannot_be_written_is_one_warning(file: Path, tmp_path: Pa
 
 def test_measuring_happens_once(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
+
+    def measured(*arguments: Any) -> list[Rate]:
+        calls.append(arguments)
+        return rates([1, 2, 3, 4])
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(disk, "measure", lambda *arguments: calls.append(arguments) or rates([1, 2, 3, 4]))
+    monkeypatch.setattr(disk, "measure", measured)
     for _ in range(2):
         assert settings_for(Workload((file,), 1 << 20, HUGE), {}) == DiskSettings(8)
     assert len(calls) == 1
@@ -136,21 +139,3 @@ def test_the_environment_overrides(file: Path) -> None:
     for variable, text in (("THREADS", "0"), ("THREADS", "65"), ("THREADS", "-1"), ("THREADS", ""), ("DIRECT", "yes")):
         with refuses(InputError, text):
             settings_for(job, {f"STRATA_MLX_READ_{variable}": text})
-
-
-def test_inspect_measures_prints_and_remembers(
-    run: Run,
-    tiny: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(disk, "_LONG", 0.02)
-    report = json.loads(run("inspect", "--model", tiny, "--disk", "--json").out)["disk"]
-    known = json.loads((tmp_path / "cache" / "strata_mlx" / "disks.json").read_text())
-    assert known == {report["device"]: report["rates"]}
-    assert report["chosen"] == {"threads": 1, "direct": False}
-    shown = run("inspect", "--model", tiny, "--disk")
-    assert shown.code == 0
-    assert "page cache" in shown.out
-    assert shown.out.splitlines()[-1].startswith("For reads of")

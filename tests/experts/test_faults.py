@@ -271,14 +271,22 @@ class Gate:
 
 
 def test_ctrl_c_while_waiting_leaves_reads_to_drain(model: ModelPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGINT))
+    waiting = threading.Event()
+
+    def interrupt() -> None:
+        waiting.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def wait(reads: Reads) -> None:
+        waiting.set()
+        reads.wait()
+
+    gate = Gate(monkeypatch, interrupt)
     with ExpertStore.open(model, mx.float32, DiskSettings(2)) as store:
-        reads: Reads | None = None
+        reads = store.start(1, [(3, make_room(store, 1))])
+        gate.reached.wait()
         with pytest.raises(KeyboardInterrupt):
-            reads = store.start(1, [(3, make_room(store, 1))])
-            gate.reached.wait()
-            reads.wait()
-        assert reads
+            wait(reads)
         gate.end_after(reads.drain)
         jobs = [(4, make_room(store, 1))]
         store.start(1, jobs).wait()
@@ -306,7 +314,7 @@ def test_ctrl_c_does_not_cut_draining_short(model: ModelPlan, monkeypatch: pytes
         gate.reached.wait()
         wait = threading.Condition.wait
 
-        def interrupted_once(condition: threading.Condition, timeout: float | None = None) -> bool:
+        def interrupted_once(_: threading.Condition) -> bool:
             monkeypatch.setattr(threading.Condition, "wait", wait)
             gate.opened.set()
             raise KeyboardInterrupt
