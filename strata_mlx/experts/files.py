@@ -106,17 +106,17 @@ class WeightFile:
             done += _read_some(self._descriptor, rest, offset + done)
 
     def _read_direct(self, buffers: Sequence[NDArray[Any]], offset: int, nbytes: int) -> None:
-        """Read the blocks that hold these bytes into aligned memory, and copy."""
+        """Read the blocks that hold these bytes into aligned memory, and copy. What goes wrong there is left to reads
+        through the page cache: blocks may be larger than ALIGNMENT, or the file system may not have it.
+        """
         first, stop = offset & -ALIGNMENT, -(-(offset + nbytes) // ALIGNMENT) * ALIGNMENT
-        area, done = _aligned(stop - first), 0
-        while first + done < offset + nbytes:
-            done &= -ALIGNMENT
-            try:
-                done += _read_some(self._direct, [area[done : stop - first]], first + done)
-            except ReadError as error:
-                if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EINVAL:
-                    raise
-                return self._read_rest(buffers, offset, nbytes, 0)  # blocks are larger here, or it does not work at all
+        area = _aligned(stop - first)
+        try:
+            got = pread_into(self._direct, [area[: stop - first].data], first)
+        except OSError as error:
+            got = 0 if error.errno == errno.EINVAL else _nothing_yet(error, offset)
+        if first + got < offset + nbytes:
+            return self._read_rest(buffers, offset, nbytes, 0)
         position = offset - first
         for buffer in buffers:
             np.copyto(buffer.reshape(-1).view(np.uint8), area[position : position + buffer.nbytes])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -16,6 +16,7 @@ from ..checkpoint.safetensors import FLOATING
 from ..models.moe import MoEBlock
 from ..models.plan import ModelPlan
 from .casts import STORED
+from .disk import Workload
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,13 @@ def find_layers(plan: ModelPlan, cast: mx.Dtype | None) -> tuple[tuple[Layer, ..
     files: dict[Path, int] = {}
     layers = tuple(_layer(plan, path, cast, files) for _, path in sorted(blocks))
     return layers, files
+
+
+def workload(layers: Sequence[Layer], files: Iterable[Path]) -> Workload:
+    """What streaming these layers asks of the disk."""
+    reads = [run.nbytes for layer in layers for of_expert in layer.runs for run in of_expert]
+    total = sum(reads)
+    return Workload(tuple(files), sum(nbytes * nbytes for nbytes in reads) // max(total, 1), total)
 
 
 def _layer(plan: ModelPlan, path: str, cast: mx.Dtype | None, files: dict[Path, int]) -> Layer:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from ..errors import Fault
 from ..models.plan import ModelPlan
 from .casts import Caster
-from .disk import DiskSettings
+from .disk import DiskSettings, settings_for
 from .files import ReadError, WeightFile
-from .ranges import Field, Layer, Run, find_layers
+from .ranges import Field, Layer, Run, find_layers, workload
 from .reads import Job, Pool, Reads
 
 
@@ -49,10 +49,12 @@ class ExpertStore:
     def open(cls, plan: ModelPlan, cast: mx.Dtype | None, settings: DiskSettings | None = None) -> ExpertStore:
         """Open the files with the experts of ``plan``. Floating parameters are cast to ``cast``, if it is given.
 
-        Raises CheckpointError for a file that has become shorter than its header says, and Fault for one that cannot be
+        settings: None takes those that were measured on this device, at first use for some two seconds. Raises
+        CheckpointError for a file that has become shorter than its header says, and Fault for one that cannot be
         opened.
         """
-        return cls(*find_layers(plan, cast), settings or DiskSettings())
+        layers, sizes = find_layers(plan, cast)
+        return cls(layers, sizes, settings or settings_for(workload(layers, sizes)))
 
     def fields(self, layer: int) -> tuple[Field, ...]:
         return self._layers[layer].fields
