@@ -226,6 +226,8 @@ def _print(responses: Any, args: argparse.Namespace, routing: Routing) -> int:
             print(summary(last) if last else "interrupted before the first token")
             if last and last.speculation:
                 print(last.speculation)
+            if routing.mode == "biased":
+                print(f"Routing: {routing.price}")
     return 130 if interrupted else 0
 
 
