@@ -253,6 +253,8 @@ def _print(responses: Any, args: argparse.Namespace, routing: Routing, model: An
                 print(last.speculation)
             if traffic:
                 print(describe_traffic(model, traffic, routing.mode))
+            if routing.mode == "biased":
+                print(f"Routing: {routing.price}")
     return 130 if interrupted else 0
 
 

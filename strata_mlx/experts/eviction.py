@@ -2,6 +2,9 @@
 
 Every policy keeps a score per expert, resident or not, that grows with use; the smallest score goes first. So what a
 policy knows outlives the residency of an expert, and is saved and restored as one list of numbers.
+
+The rows of a prompt count like those of decoding. Of the embedded model's picks in the first 50 rows after a prompt of
+1000, with 32 slots of 128, 54.6 % then miss; 56.8 % where the prompt is ignored, 56.1 % where its rows do not decay.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 
-DEFAULT_EVICTION = "lru"
-HALF_LIFE = 64.0  # rows
+DEFAULT_EVICTION = "lrfu"
+HALF_LIVES = {"lrfu": 16.0, "frequency": 128.0}  # rows; benchmarks/residency_tradeoff.py compares
 _LARGEST_WEIGHT = 1e100  # of a use, before the scores are scaled down
 
 Ids = NDArray[np.integer[Any]]
@@ -35,13 +38,16 @@ class Eviction(Protocol):
 
 
 def make_eviction(name: str, experts: int, state: Mapping[str, Any] | None = None) -> Eviction:
-    """The policy ``name``, one of EVICTIONS, for a layer of ``experts``. state: what such a policy had learned before.
+    """The policy ``name`` for a layer of ``experts``. state: what such a policy had learned before.
+
+    "lru" evicts what was used least recently, "frequency" what was used least often lately, and "lrfu" weighs both.
 
     Raises InputError for a name that there is not, and for a state of another policy or of other experts.
     """
-    if name not in _POLICIES:
+    if name not in EVICTIONS:
         raise InputError(f"eviction is {name!r}, expected one of {', '.join(EVICTIONS)}")
-    return _POLICIES[name](np.zeros(experts) if state is None else _scores(name, experts, state))
+    scores = np.zeros(experts) if state is None else _scores(name, experts, state)
+    return LRU(scores) if name == "lru" else DecayedFrequency(scores, name)
 
 
 class LRU:
@@ -64,16 +70,17 @@ class LRU:
         return _state("lru", self._scores - self._rows)
 
 
-class Frequency:
-    """Decayed frequency: the score is the sum over all uses of ``2 ** (-age / half_life)``, age in rows.
+class DecayedFrequency:
+    """The score is the sum over all uses of ``2 ** (-age / half_life)``, age in rows.
 
-    That is LRFU (Lee et al., IEEE Transactions on Computers 50(12), 2001, section 3), whose lambda is 1 / half_life.
+    That is LRFU (Lee et al., IEEE Transactions on Computers 50(12), 2001, section 3), with 1 / half_life as its
+    lambda: from "least recently used" where it is short to "least frequently used" where it is endless.
     """
 
-    def __init__(self, scores: NDArray[np.float64], half_life: float = HALF_LIFE):
+    def __init__(self, scores: NDArray[np.float64], name: str):
         self._scores = scores  # [E], in units of _weight
         self._weight = 1.0  # of a use in the latest row: it grows, so that nothing else need shrink row by row
-        self._growth = 2 ** (1 / half_life)
+        self._name, self._growth = name, 2 ** (1 / HALF_LIVES[name])
 
     def used(self, ids: Ids, prefill: bool) -> None:  # noqa: ARG002
         if len(ids) > 1 or self._weight > _LARGEST_WEIGHT:
@@ -90,11 +97,10 @@ class Frequency:
         return _smallest(self._scores, candidates, count)
 
     def to_dict(self) -> dict[str, Any]:
-        return _state("frequency", self._scores / self._weight)
+        return _state(self._name, self._scores / self._weight)
 
 
-_POLICIES: Mapping[str, Any] = {"lru": LRU, "frequency": Frequency}
-EVICTIONS = tuple(_POLICIES)
+EVICTIONS = ("lru", *HALF_LIVES)
 
 
 def _smallest(scores: NDArray[np.float64], candidates: Ids, count: int) -> Ids:

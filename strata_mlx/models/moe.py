@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..experts.stream import StreamedExperts
-from ..routing import Residency, Routing, RoutingPolicy
+from ..routing import LiveResidency, Residency, Routing, RoutingPolicy
 from .family import text_args
 
 _CHILDREN = ("gate", "switch_mlp", "shared_expert", "shared_expert_gate")
@@ -57,15 +57,19 @@ def blocks(model: nn.Module) -> list[MoEBlock]:
 
 
 def make_routing(model: nn.Module, policy: RoutingPolicy, residency: Path | None) -> Routing:
-    """``policy`` for ``model``, with the residency map in a JSON file, if one is given.
+    """``policy`` for ``model``, with the residency map in a JSON file, if one is given, or else with what the slots of
+    streamed layers hold at the moment.
 
     Raises InputError where the policy needs more experts per token than the model has, and for a broken file.
     """
-    for block in blocks(model):
+    layers = blocks(model)
+    for block in layers:
         policy.check_top_k(block.top_k)
-    args = text_args(model)
-    layers = args.num_hidden_layers
-    return Routing(policy, Residency.from_json(residency, layers, args.num_experts) if residency else None)
+    if residency is not None:
+        args = text_args(model)
+        return Routing(policy, Residency.from_json(residency, args.num_hidden_layers, args.num_experts))
+    streamed = {block.layer: block.switch_mlp for block in layers if isinstance(block.switch_mlp, StreamedExperts)}
+    return Routing(policy, LiveResidency({layer: experts.table for layer, experts in streamed.items()}))
 
 
 def set_routing(model: nn.Module, routing: Routing) -> None:

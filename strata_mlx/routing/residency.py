@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +12,34 @@ from numpy.typing import NDArray
 from strata_mlx.errors import InputError
 
 
+class ResidencyMap(Protocol):
+    """What routing asks: a Residency, or a LiveResidency."""
+
+    @property
+    def layers(self) -> Mapping[int, Any]:
+        """By the layers of which something is known."""
+
+    def of(self, layer: int) -> NDArray[np.bool_] | None:
+        """Which experts of a layer are in memory now, bool ``[E]``, or None where nobody is to be preferred."""
+
+    def version(self, layer: int) -> int:
+        """Another number whenever ``of(layer)`` may be another map."""
+
+    def acts_on(self, rows: int) -> bool:
+        """Whether it is for windows of so many rows."""
+
+
 @dataclass(frozen=True, eq=False)
 class Residency:
     """``layers`` maps a MoE layer's index to a bool ``[E]``; a layer that is not named has nothing in memory."""
 
     layers: Mapping[int, NDArray[np.bool_]]
+
+    def version(self, layer: int) -> int:  # noqa: ARG002
+        return 0
+
+    def acts_on(self, rows: int) -> bool:  # noqa: ARG002
+        return True
 
     def of(self, layer: int) -> NDArray[np.bool_] | None:
         """The map of a layer, or None if nothing of it is in memory."""
@@ -44,3 +68,50 @@ class Residency:
                 raise InputError(f"{option} {path}: layer {name}: expected a list of experts 0 to {experts - 1}")
             layers[int(name)] = np.isin(np.arange(experts), ids)
         return cls(layers)
+
+
+class HasResident(Protocol):
+    """What a table of slots tells of a layer: which experts are in memory, of how many that could be."""
+
+    @property
+    def resident(self) -> NDArray[np.bool_]:
+        """Bool ``[E]``, changed in place."""
+
+    @property
+    def version(self) -> int:
+        """Grows whenever ``resident`` changes."""
+
+    @property
+    def slots(self) -> int: ...
+
+
+class LiveResidency:
+    """The experts that are in memory at the moment, by the slot tables of the layers.
+
+    A layer prefers nobody until its slots have been full once: the experts of the first rows would keep all others
+    out. Nor does it where all experts are in memory, or in windows of more than PROMPT_ROWS rows: these are a prompt's,
+    and select nearly every expert with a preference as without (256 rows of the embedded model 120 of 128, not 125).
+    """
+
+    PROMPT_ROWS = 16
+
+    def __init__(self, tables: Mapping[int, HasResident]):
+        self.layers = tables
+        self._filled: set[int] = set()
+
+    def of(self, layer: int) -> NDArray[np.bool_] | None:
+        """A view of what changes: copy it before anything is loaded."""
+        table = self.layers.get(layer)
+        if table is None:
+            return None
+        held = int(np.count_nonzero(table.resident))
+        if held >= table.slots:
+            self._filled.add(layer)
+        return table.resident if layer in self._filled and 0 < held < table.resident.size else None
+
+    def version(self, layer: int) -> int:
+        table = self.layers.get(layer)
+        return 0 if table is None else table.version
+
+    def acts_on(self, rows: int) -> bool:
+        return rows <= self.PROMPT_ROWS

@@ -14,6 +14,7 @@ import numpy as np
 from ..device import evaluate, integer, on_cpu
 from ..errors import Fault, InputError
 from ..experts.pressure import relieve
+from ..models.moe import blocks
 from ..models.trunk import Hidden, Trunk
 from ..prefill import Progress, check_tokens, ignore, make_cache, read_tokens, rows_at_a_time
 from ..routing import verify_window
@@ -122,6 +123,7 @@ class SpeculativeDecoder:
         self.rounds: list[Round] = []
         self._summary = Summary()
         self._trunk, self._model = Trunk(model), model
+        self._blocks = blocks(model)
         self._left = max_tokens  # negative where there is no end
         self._retention, self._max_steps, self._path = retention or RetentionPolicy(), max_steps, drafting
         greedy = sampler is None or (isinstance(sampler, Sampling) and sampler.temp == 0)
@@ -184,6 +186,8 @@ class SpeculativeDecoder:
 
     def _read(self, prompt: mx.array, step_size: int, report: Progress) -> _Flight:
         """Prefill trunk and drafters; what is on its way then gives the first token."""
+        for block in self._blocks:
+            block.routing.begin()
 
         def forward(chunk: mx.array, start: int) -> Any:
             relieve(self._model)

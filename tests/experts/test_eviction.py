@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from strata_mlx import InputError
 from strata_mlx.experts import eviction
-from strata_mlx.experts.eviction import EVICTIONS, HALF_LIFE, Eviction, make_eviction
+from strata_mlx.experts.eviction import EVICTIONS, HALF_LIVES, Eviction, make_eviction
 
 EXPERTS, TOP_K = 9, 3
 ROWS = st.lists(
@@ -45,10 +45,10 @@ def test_lru_evicts_by_the_latest_use(history: list[tuple[list[list[int]], bool]
     assert order(play(make_eviction("lru", EXPERTS), history)) == sorted(range(EXPERTS), key=lambda e: -latest[e])
 
 
-@given(HISTORIES)
-def test_frequency_evicts_by_the_decayed_count(history: list[tuple[list[list[int]], bool]]) -> None:
-    counts = [sum(2 ** (-age / HALF_LIFE) for age in ages(history, expert)) for expert in range(EXPERTS)]
-    evicted = [counts[expert] for expert in order(play(make_eviction("frequency", EXPERTS), history))]
+@given(HISTORIES, st.sampled_from(list(HALF_LIVES)))
+def test_frequency_evicts_by_the_decayed_count(history: list[tuple[list[list[int]], bool]], name: str) -> None:
+    counts = [sum(2 ** (-age / HALF_LIVES[name]) for age in ages(history, expert)) for expert in range(EXPERTS)]
+    evicted = [counts[expert] for expert in order(play(make_eviction(name, EXPERTS), history))]
     assert np.allclose(evicted, sorted(counts), rtol=1e-9)
 
 
@@ -75,19 +75,26 @@ def test_a_restored_policy_goes_on_as_the_one_that_was_saved(
     assert np.allclose(a["scores"], b["scores"], rtol=1e-12)
 
 
+def test_lrfu_lies_between_recency_and_frequency() -> None:
+    """Expert 0 was used often, long ago; 1 twice, a while ago; 2 once, just now."""
+    history = [([[0, 3, 4]] * 40 + [[5, 6, 7]] * 120 + [[1, 3, 4]] * 2 + [[5, 6, 7]] * 4 + [[2, 3, 4]], False)]
+    found = {name: order(play(make_eviction(name, EXPERTS), history), [0, 1, 2]) for name in EVICTIONS}
+    assert found == {"lru": [0, 1, 2], "lrfu": [0, 2, 1], "frequency": [2, 1, 0]}
+
+
 def test_the_decay_survives_more_rows_than_a_float_can_count() -> None:
     """The weight of a use doubles every half-life; 2 ** 1024 is no number."""
-    policy = make_eviction("frequency", EXPERTS)
-    for number in range(int(1100 * HALF_LIFE)):
+    policy, half_life = make_eviction("lrfu", EXPERTS), int(HALF_LIVES["lrfu"])
+    for number in range(1100 * half_life):
         policy.used(np.array([[0, 1, 2 + number % 2]]), False)
     assert order(policy)[-4:] == [2, 3, 0, 1]
     assert np.isfinite(policy.to_dict()["scores"]).all()
-    policy.used(np.array([[4, 5, 6]] * int(1100 * HALF_LIFE)), True)
+    policy.used(np.array([[4, 5, 6]] * (1100 * half_life)), True)
     assert order(policy)[-3:] == [4, 5, 6]
     assert np.isfinite(policy.to_dict()["scores"]).all()
 
 
-def _decay_forgotten(self: eviction.Frequency, ids: Any, prefill: bool) -> None:  # noqa: ARG001
+def _decay_forgotten(self: eviction.DecayedFrequency, ids: Any, prefill: bool) -> None:  # noqa: ARG001
     self._scores += np.bincount(ids.ravel(), minlength=EXPERTS)
 
 
@@ -99,7 +106,7 @@ def _first_row_alone(self: eviction.LRU, ids: Any, prefill: bool) -> None:  # no
 @pytest.mark.parametrize(
     ("policy", "broken", "law"),
     [
-        (eviction.Frequency, _decay_forgotten, test_frequency_evicts_by_the_decayed_count),
+        (eviction.DecayedFrequency, _decay_forgotten, test_frequency_evicts_by_the_decayed_count),
         (eviction.LRU, _first_row_alone, test_lru_evicts_by_the_latest_use),
     ],
     ids=["frequency that does not decay", "a window as one row"],
@@ -130,5 +137,5 @@ def test_a_state_that_does_not_fit_is_refused(state: dict[str, Any], says: str) 
 
 
 def test_a_policy_that_there_is_not_is_refused() -> None:
-    with pytest.raises(InputError, match="eviction is 'fifo', expected one of lru, frequency"):
+    with pytest.raises(InputError, match="eviction is 'fifo', expected one of lru, lrfu, frequency"):
         make_eviction("fifo", EXPERTS)
