@@ -133,7 +133,7 @@ def test_after_a_failure_at_any_read_the_same_request_gives_the_same_bits(
                 raise OSError(errno.EIO, "Input/output error") if kind is Fault else kind()
 
         with reads(act):
-            says = "safetensors: tensor .* Input/output error" if kind is Fault else None
+            says = "safetensors: tensor .*Input/output error" if kind is Fault else None
             try:
                 with pytest.raises(kind, match=says):
                     done = logits(model, FEW)
