@@ -179,7 +179,7 @@ class Fit:
         held = f"{self.slots / self.experts:.0%} of {self.experts} x {self.layers} experts in memory"
         if not self.streams:
             held = f"all {self.experts} x {self.layers} experts in memory, nothing streams"
-        return f"{format_size(self.budget)} of {self.scope}: {held}, {self.chunk} rows of a prompt at a time"
+        return f"{format_size(self.budget)} of {self.scope}: {held}; prompts are read {self.chunk} tokens at a time"
 
     def to_dict(self) -> dict[str, Any]:
         return {
