@@ -26,7 +26,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from mmap import mmap
 from pathlib import Path
 from statistics import median
@@ -52,6 +51,7 @@ from strata_mlx.models.plan import ModelPlan, plan_model
 AT_A_TIME = 10  # experts: those of a token
 SLOTS = 40
 LARGE = 8 << 20
+Setting = tuple[int, int, bool]  # block size, threads, and whether to read past the page cache
 BEST = 3  # kinds of raw reads that are measured again
 _NUMPY: dict[mx.Dtype, Any] = {
     mx.float32: np.float32, mx.float16: np.float16, mx.bfloat16: np.uint16, mx.uint32: np.uint32, mx.uint8: np.uint8
@@ -68,20 +68,19 @@ def compare(plan: ModelPlan, seconds: float, rounds: int) -> Iterator[dict[str, 
         settings = cold if is_cold else warm
         with ExpertStore.open(plan, cast, settings) as store:
             slots, room = make_slots(store), SLOTS * store.expert_bytes(0)
-            job_of = partial(read_raw, job.files, room)
             screened = {}
             for setting in raw_settings(expert_bytes(plan)):
                 if is_cold or not setting[2]:
                     prepare(job.files, is_cold)
-                    screened[setting] = job_of(*setting, seconds, 0)
-            raw: dict[Any, list[float]] = {s: [] for s in sorted(screened, key=lambda s: -screened[s])[:BEST]}
+                    screened[setting] = read_raw(job.files, room, setting, seconds, 0)
+            raw: dict[Setting, list[float]] = {s: [] for s in sorted(screened, key=lambda s: -screened[s])[:BEST]}
             ours = []
             for number in range(rounds):
                 prepare(job.files, is_cold)
                 ours.append(read_experts(store, slots, plan.args.num_experts, seconds, number))
                 for setting in raw:
                     prepare(job.files, is_cold)
-                    raw[setting].append(job_of(*setting, seconds, number))
+                    raw[setting].append(read_raw(job.files, room, setting, seconds, number))
         medians = {setting: median(values) for setting, values in raw.items()}
         best = max(medians, key=medians.__getitem__)
         yield {
@@ -135,16 +134,14 @@ def read_experts(store: ExpertStore, slots: list[list[NDArray[Any]]], experts: i
     return (nbytes + pending.nbytes) / (time.perf_counter() - start)
 
 
-def raw_settings(expert: int) -> list[tuple[int, int, bool]]:
-    """Block size, threads, and whether to read past the page cache."""
+def raw_settings(expert: int) -> list[Setting]:
     blocks = (max(4096, expert & -4096), LARGE)
     return list(itertools.product(blocks, (1, 2, 4, 8), (False, True) if hasattr(os, "O_DIRECT") else (False,)))
 
 
-def read_raw(
-    files: tuple[Path, ...], room: int, block: int, threads: int, direct: bool, seconds: float, seed: int
-) -> float:
+def read_raw(files: tuple[Path, ...], room: int, setting: Setting, seconds: float, seed: int) -> float:
     """Bytes per second, of blocks in random order, into ``room`` bytes of memory."""
+    block, threads, direct = setting
     with ExitStack() as stack:
         places = []
         for file in files:
