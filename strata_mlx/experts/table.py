@@ -95,6 +95,7 @@ class SlotTable:
     def used(self, ids: Ids, prefill: bool) -> None:
         """Tell the eviction policy what the rows of a window selected, ``[T, K]``."""
         self.eviction.used(ids, prefill)
+        self._ranked_at = -1
 
     def _victims(self, count: int, keep: Ids) -> list[int]:
         if self._ranked_at == self.version:
