@@ -27,15 +27,17 @@ class Activations:
     """What MLX holds at most while a chunk of a prompt goes through the layers.
 
     Reckoned from what the layers were measured to hold with MLX's op path: the arrays of one layer at a time, for each
-    row and, in attention, for each row and token of context.
+    row and, in attention, for each row and token of context. in_flight: of operations that were begun before others had
+    ended, whatever the rows.
     """
 
     per_row: int
     per_row_and_token: int
     context: int
+    in_flight: int = 0
 
     def of(self, rows: int) -> int:
-        return rows * (self.per_row + self.per_row_and_token * (self.context + rows))
+        return self.in_flight + rows * (self.per_row + self.per_row_and_token * (self.context + rows))
 
 
 @dataclass(frozen=True)

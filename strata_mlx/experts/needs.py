@@ -29,6 +29,7 @@ KV_STEP = 256  # tokens that an attention cache grows by
 # what MLX's nodes of a graph take for each row of a layer that recurs row by row.
 _FIRST_USE = 6_000_000
 _NODES = 12_000
+_TASKS = 10  # operations, here on recurrent states, that MLX's CPU backend begins ahead of their end
 _BUFFERS = 1_000_000  # that MLX keeps for reuse: on the CPU more makes nothing faster
 # On Metal nothing has been measured yet: compiled kernels and command buffers are assumed to take this much.
 _FIRST_USE_METAL = 96_000_000
@@ -165,10 +166,12 @@ def _activations(plan: ModelPlan, context: int, itemsize: int, recurrent: int) -
     moe = args.num_experts_per_tok * (4 * hidden + 3 * args.moe_intermediate_size) + 4 * hidden
     moe += 3 * (getattr(args, "shared_expert_intermediate_size", 0) or 0) + 4 * args.num_experts
     layers = [moe * itemsize, (11 * heads + 4 * hidden) * itemsize]
+    in_flight = 0
     if recurrent:
         wide = 2 * _convolved(args) * itemsize
         # The op path keeps the state after each row until the chunk is done; Metal has a kernel that does not.
         states = 0 if on_metal else 4 * _recurrence(args) + _NODES
         layers.append(5 * wide + states)
+        in_flight = 0 if on_metal else _TASKS * 4 * _recurrence(args)
     scores = 0 if on_metal else 2 * args.num_attention_heads * itemsize
-    return Activations(max(layers) + 6 * hidden * itemsize, scores, context)
+    return Activations(max(layers) + 6 * hidden * itemsize, scores, context, in_flight)
