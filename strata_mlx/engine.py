@@ -16,8 +16,20 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .device import evaluate, integer
 from .errors import Fault, InputError
+from .experts.pressure import relieve
+from .experts.streaming import streaming_of
+from .experts.traffic import Traffic
 from .models.moe import blocks
-from .prefill import Progress, check_tokens, ignore, kv_quantiser, make_cache, plain_forward, read_tokens
+from .prefill import (
+    Progress,
+    check_tokens,
+    ignore,
+    kv_quantiser,
+    make_cache,
+    plain_forward,
+    read_tokens,
+    rows_at_a_time,
+)
 from .speculation.decoder import SpeculativeDecoder, Token
 from .speculation.record import Summary
 from .speculation.retention import RetentionPolicy
@@ -33,7 +45,8 @@ class GenerationResponse:
     processors, before the sampler. from_draft: whether a draft head proposed it. prompt_tps, generation_tps: tokens
     per second.
     peak_memory: GB (1e9 bytes) that MLX has held at most. finish_reason: None, "stop" (end-of-sequence token) or
-    "length". speculation: what drafting has come to so far; None where there is none.
+    "length". speculation: what drafting has come to so far; None where there is none. experts: what reading experts
+    has come to so far in this request; None where all are in memory.
     """
 
     text: str
@@ -47,6 +60,7 @@ class GenerationResponse:
     peak_memory: float
     finish_reason: str | None = None
     speculation: Summary | None = None
+    experts: Traffic | None = None
 
 
 def generate_step(
@@ -98,11 +112,13 @@ def generate_step(
         evaluate(result, f"computing token {number}", wait=False)
         return result
 
-    read_tokens(prompt[:-1], plain_forward(model, cache, quantise), prefill_step_size, report, prompt.size)
+    rows = rows_at_a_time(model, prefill_step_size)
+    read_tokens(prompt[:-1], plain_forward(model, cache, quantise), rows, report, prompt.size)
     token, logprobs, total = step(prompt[-1:], 1)
     count = 0
     while count != max_tokens:
         count += 1
+        relieve(model)
         following = step(token, count + 1) if count != max_tokens else None
         evaluate((token, logprobs, total), f"computing token {count}")
         # The sum of exponentials is not finite where one logit is NaN or +inf, or all are -inf.
@@ -143,6 +159,8 @@ def stream_generate(
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
     tokens = encode(tokenizer, prompt)
     detokenizer = tokenizer.detokenizer
+    streaming = streaming_of(model)
+    before = streaming.traffic() if streaming else Traffic()
     decoder = None
     if _speculates(model, mtp, kwargs):
         given = {name: value for name, value in kwargs.items() if name not in _CACHE_OPTIONS}
@@ -173,6 +191,7 @@ def stream_generate(
                 peak_memory=mx.get_peak_memory() / 1e9,
                 finish_reason=reason,
                 speculation=decoder.summary if decoder else None,
+                experts=streaming.traffic() - before if streaming else None,
             )
             if reason:
                 return

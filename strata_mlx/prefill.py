@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,7 +14,11 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make
 from .checkpoint.precision import AFFINE_BITS, AFFINE_GROUP_SIZES
 from .device import evaluate, integer
 from .errors import InputError
+from .experts.pressure import relieve
 from .models.family import text_args
+
+if TYPE_CHECKING:
+    from .experts.budget import Fit
 
 KEPT_TOKENS = 4  # at the beginning of a context, when its cache is of limited size; as in mlx_lm
 Progress = Callable[[int, int], None]  # tokens read so far, tokens of the whole prompt
@@ -53,7 +57,9 @@ def prefill(
     check_tokens(prompt, model)
     quantise = kv_quantiser(cache, model, kv_bits, kv_group_size, quantized_kv_start)
     forward = plain_forward(model, cache, quantise)
-    read_tokens(prompt, forward, prefill_step_size, prompt_progress_callback or ignore, prompt.size)
+    read_tokens(
+        prompt, forward, rows_at_a_time(model, prefill_step_size), prompt_progress_callback or ignore, prompt.size
+    )
 
 
 def ignore(*_: int) -> None:
@@ -64,11 +70,18 @@ def plain_forward(model: nn.Module, cache: list[Any], quantise: Callable[[], Non
     """Reads a chunk into ``cache`` alone."""
 
     def forward(chunk: mx.array, _: int) -> Any:
+        relieve(model)
         model(chunk[None], cache=cache)
         quantise()
         return [layer.state for layer in cache]
 
     return forward
+
+
+def rows_at_a_time(model: nn.Module, asked: int) -> int:
+    """How many tokens of a prompt go through the layers at a time: not more than a memory budget has room for."""
+    fit: Fit | None = getattr(model, "fit", None)
+    return asked if fit is None else min(asked, fit.chunk)
 
 
 def read_tokens(tokens: mx.array, forward: Forward, step_size: int, report: Progress, total: int) -> None:

@@ -121,11 +121,12 @@ def policies(draw: st.DrawFn) -> RoutingPolicy:
 @st.composite
 def additive_policies(draw: st.DrawFn) -> RoutingPolicy:
     """Policies of the other kinds, for a top_k of 8."""
-    kind = draw(st.sampled_from(["cache_prior", "max_rank", "mass"]))
+    kind = draw(st.sampled_from(["cache_prior", "max_rank", "mass", "margin"]))
     parameters: dict[str, dict[str, Any]] = {
         "cache_prior": {"prior_lambda": draw(st.floats(0, 4))},
         "max_rank": {"max_rank": draw(st.integers(8, 40))},
         "mass": {"mass": draw(st.floats(0, 1))},
+        "margin": {"margin": draw(st.floats(0, 1))},
     }
     return RoutingPolicy(kind=kind, protect=draw(st.integers(0, 8)), **parameters[kind])
 

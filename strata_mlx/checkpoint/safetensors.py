@@ -1,4 +1,4 @@
-"""Read safetensors headers without their data: where every tensor lies in its file, checked against the file's size.
+"""Safetensors headers without the data: where every tensor lies in its file, checked against the file's size.
 
 Format: 8 bytes little-endian header length N, N bytes of JSON ``{name: {dtype, shape, data_offsets}}``, then the data
 without gaps. MLX reads the data itself; the byte ranges serve validation, ``inspect`` and streaming.
@@ -11,9 +11,10 @@ import math
 import os
 import reprlib
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..errors import CheckpointError
 
@@ -86,6 +87,22 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     entries = [_entry(path, name, fields, data_start) for name, fields in header.items()]
     _check_layout(path, entries, data_start, size)
     return {entry.name: entry for entry in entries}
+
+
+def write_header(file: BinaryIO, tensors: Iterable[tuple[str, str, tuple[int, ...]]], align: int = 8) -> None:
+    """Write the header of tensors, given by name, dtype and shape, whose data are to follow in this order.
+
+    The data begin at a multiple of ``align`` bytes; spaces at the header's end, which the format allows, see to it.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    stop = 0
+    for name, dtype, shape in tensors:
+        start, stop = stop, stop + math.prod(shape) * DTYPE_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % align)
+    file.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
+    file.write(text)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import started
+from .experts import add_experts, loading_options
 from .options import add_kv_cache, add_model, number, read_prompt, utf8
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,37 +33,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of the prompt to process at a time",
     )
     add_kv_cache(parser)
+    add_experts(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     text = read_prompt(args.prompt)
 
     from ..engine import encode
+    from ..experts.options import save_profile
     from ..loading import load
     from ..prefill import make_cache, prefill
     from ..prompt_cache import check_destination, save_prompt_cache
     from .generate import prompt_progress, render_chat
 
     check_destination(Path(args.prompt_cache_file))
-    model, tokenizer = load(args.model, revision=args.revision, adapter_path=args.adapter_path)
-    cache = make_cache(model, args.max_kv_size)
-    if tokenizer.has_chat_template:
+
+    def read(tokenizer: TokenizerWrapper) -> mx.array:
+        if not tokenizer.has_chat_template:
+            return encode(tokenizer, tokenizer.encode(text))
         messages = [{"role": "user", "content": text}]
-        prompt = tokenizer.encode(render_chat(tokenizer, messages, True, {}), add_special_tokens=False)
-    else:
-        prompt = tokenizer.encode(text)
-    tokens = encode(tokenizer, prompt)
-    started()
-    prefill(
-        tokens,
-        model,
-        cache,
-        prefill_step_size=args.prefill_step_size,
-        kv_bits=args.kv_bits,
-        kv_group_size=args.kv_group_size,
-        quantized_kv_start=args.quantized_kv_start,
-        prompt_progress_callback=prompt_progress(tokens.size, args.prefill_step_size),
+        return encode(tokenizer, tokenizer.encode(render_chat(tokenizer, messages, True, {}), add_special_tokens=False))
+
+    model, tokenizer = load(
+        args.model,
+        revision=args.revision,
+        adapter_path=args.adapter_path,
+        **loading_options(args, lambda tokenizer: read(tokenizer).size),
     )
+    cache = make_cache(model, args.max_kv_size)
+    tokens = read(tokenizer)
+    started()
+    try:
+        prefill(
+            tokens,
+            model,
+            cache,
+            prefill_step_size=args.prefill_step_size,
+            kv_bits=args.kv_bits,
+            kv_group_size=args.kv_group_size,
+            quantized_kv_start=args.quantized_kv_start,
+            prompt_progress_callback=prompt_progress(tokens.size, args.prefill_step_size),
+        )
+    finally:
+        save_profile(model)
     save_prompt_cache(Path(args.prompt_cache_file), cache, args.model)
     print(f"{args.prompt_cache_file}: the state after {tokens.size} tokens")
     return 0

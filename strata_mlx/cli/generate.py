@@ -16,6 +16,7 @@ from ..errors import InputError
 from ..routing import RoutingPolicy
 from ..speculation.retention import RetentionPolicy
 from . import started
+from .experts import add_experts, describe_memory, describe_traffic, loading_options, traffic_report
 from .options import NotHere, add_kv_cache, add_model, boolean, number, read_prompt, utf8
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompt-cache-file", help="state saved by cache_prompt, which the prompt continues")
     add_kv_cache(parser)
+    add_experts(parser)
     RoutingPolicy.add_arguments(parser)
     parser.add_argument(
         "--residency",
@@ -157,6 +159,8 @@ def run(args: argparse.Namespace) -> int:
     import mlx.core as mx
 
     from ..engine import stream_generate
+    from ..experts.budget import CONTEXT
+    from ..experts.options import save_profile
     from ..loading import load
     from ..models.moe import make_routing, set_routing
     from ..prefill import make_cache
@@ -170,8 +174,20 @@ def run(args: argparse.Namespace) -> int:
             if value is not None:
                 raise InputError(f"{option} comes too late for the saved state in --prompt-cache-file; leave it out")
         saved, args.model = load_prompt_cache(Path(args.prompt_cache_file), args.model)
+
+    def context(tokenizer: TokenizerWrapper) -> int:
+        read = 0 if saved is None else max(getattr(layer, "offset", 0) for layer in saved)
+        most = read + len(_encode(tokenizer, text, args, template_config))
+        most += args.max_tokens if args.max_tokens > 0 else CONTEXT
+        return min(most, args.max_kv_size + args.prefill_step_size) if args.max_kv_size else most
+
     model, tokenizer = load(
-        args.model, revision=args.revision, dtype=args.dtype, adapter_path=args.adapter_path, mtp=mtp
+        args.model,
+        revision=args.revision,
+        dtype=args.dtype,
+        adapter_path=args.adapter_path,
+        mtp=mtp,
+        **loading_options(args, context),
     )
     routing = make_routing(model, policy, args.residency)
     set_routing(model, routing)
@@ -202,10 +218,13 @@ def run(args: argparse.Namespace) -> int:
         prompt_progress_callback=prompt_progress(len(prompt), args.prefill_step_size) if args.verbose else None,
     )
     started()
-    return _print(responses, args, routing)
+    try:
+        return _print(responses, args, routing, model)
+    finally:
+        save_profile(model)
 
 
-def _print(responses: Any, args: argparse.Namespace, routing: Routing) -> int:
+def _print(responses: Any, args: argparse.Namespace, routing: Routing, model: Any) -> int:
     """Show the text as it comes, then the speeds; Ctrl-C shows those of what has been generated so far."""
     from ..engine import summary
 
@@ -217,8 +236,11 @@ def _print(responses: Any, args: argparse.Namespace, routing: Routing) -> int:
                 print(last.text, end="", flush=True)
     except KeyboardInterrupt:
         interrupted = True
+    traffic = last.experts if last else None
     if args.json:
-        print(json.dumps({**_record(text, last, interrupted), "routing": routing.to_dict()}))
+        experts = traffic_report(model, traffic, routing.mode) if traffic else None
+        record = _record(text, last, interrupted) | {"memory": model.fit and model.fit.to_dict(), "experts": experts}
+        print(json.dumps({**record, "routing": routing.to_dict()}))
     else:
         print()
         if args.verbose:
@@ -226,6 +248,10 @@ def _print(responses: Any, args: argparse.Namespace, routing: Routing) -> int:
             print(summary(last) if last else "interrupted before the first token")
             if last and last.speculation:
                 print(last.speculation)
+            if traffic:
+                print(describe_traffic(model, traffic, routing.mode))
+            if routing.mode == "biased":
+                print(f"Routing: {routing.price}")
     return 130 if interrupted else 0
 
 
@@ -256,7 +282,8 @@ def _describe(args: argparse.Namespace, model: Any) -> str:
     from ..device import compute_dtype_of
 
     name, device = args.model or "the embedded model", mx.default_device().type.name
-    return f"Model: {name} ({model.model_type}), computing in {compute_dtype_of(model)} on the {device}"
+    line = f"Model: {name} ({model.model_type}), computing in {compute_dtype_of(model)} on the {device}"
+    return f"{line}\n{describe_memory(model.fit, args)}" if model.fit else line
 
 
 def _template_config(text: str | None) -> dict[str, Any]:

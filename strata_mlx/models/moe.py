@@ -8,7 +8,8 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..routing import Residency, Routing, RoutingPolicy
+from ..experts.stream import StreamedExperts
+from ..routing import LiveResidency, Residency, Routing, RoutingPolicy
 from .family import text_args
 
 _CHILDREN = ("gate", "switch_mlp", "shared_expert", "shared_expert_gate")
@@ -32,10 +33,16 @@ class MoEBlock(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         ids, weights = self.routing.route(self.layer, self.gate(x), self.top_k, self.norm_topk_prob)
-        y = (self.switch_mlp(x, ids) * weights[..., None]).sum(axis=-2).astype(x.dtype)
-        if "shared_expert" in self:
-            y = y + mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
-        return y
+        shared = mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x) if "shared_expert" in self else None
+
+        def mix(outputs: mx.array) -> mx.array:  # [B, T, K, D]
+            y = (outputs * weights[..., None]).sum(axis=-2).astype(x.dtype)
+            return y if shared is None else y + shared
+
+        if isinstance(self.switch_mlp, StreamedExperts):
+            # What a policy avoids is not to be read on a guess.
+            return self.switch_mlp(x, ids, mix, shared, ahead=self.routing.mode == "exact")
+        return mix(self.switch_mlp(x, ids))
 
 
 def take_over(layers: Sequence[nn.Module], first: int = 0) -> None:
@@ -51,15 +58,19 @@ def blocks(model: nn.Module) -> list[MoEBlock]:
 
 
 def make_routing(model: nn.Module, policy: RoutingPolicy, residency: Path | None) -> Routing:
-    """``policy`` for ``model``, with the residency map in a JSON file, if one is given.
+    """``policy`` for ``model``, with the residency map in a JSON file, if one is given, or else with what the slots of
+    streamed layers hold at the moment.
 
     Raises InputError where the policy needs more experts per token than the model has, and for a broken file.
     """
-    for block in blocks(model):
+    layers = blocks(model)
+    for block in layers:
         policy.check_top_k(block.top_k)
-    args = text_args(model)
-    layers = args.num_hidden_layers
-    return Routing(policy, Residency.from_json(residency, layers, args.num_experts) if residency else None)
+    if residency is not None:
+        args = text_args(model)
+        return Routing(policy, Residency.from_json(residency, args.num_hidden_layers, args.num_experts))
+    streamed = {block.layer: block.switch_mlp for block in layers if isinstance(block.switch_mlp, StreamedExperts)}
+    return Routing(policy, LiveResidency({layer: experts.table for layer, experts in streamed.items()}))
 
 
 def set_routing(model: nn.Module, routing: Routing) -> None:

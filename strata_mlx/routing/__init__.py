@@ -9,14 +9,17 @@ if TYPE_CHECKING:
     from .additive import LogitRange
     from .group_plan import GroupPlan, plan
     from .ops import Executor, Selection, select_ops
-    from .residency import Residency
+    from .price import Price
+    from .residency import LiveResidency, Residency
     from .routing import Routing, verify_window
     from .selection import select
 
 __all__ = [
     "Executor",
     "GroupPlan",
+    "LiveResidency",
     "LogitRange",
+    "Price",
     "Residency",
     "Routing",
     "RoutingPolicy",
@@ -32,7 +35,9 @@ __getattr__ = lazy(
     {
         "Executor": "ops",
         "GroupPlan": "group_plan",
+        "LiveResidency": "residency",
         "LogitRange": "additive",
+        "Price": "price",
         "Residency": "residency",
         "Routing": "routing",
         "Selection": "ops",

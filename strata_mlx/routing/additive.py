@@ -1,9 +1,12 @@
-"""Re-rankings of *Mixture of Cache-Conditional Experts* (arXiv 2412.00099), as MLX ops.
+"""The policies that are no table of factors, as MLX ops: re-rankings of *Mixture of Cache-Conditional Experts*
+(arXiv 2412.00099), and margin.
 
 ``cache_prior`` adds ``prior_lambda * delta`` to the logits of residents, delta being the running mean of the
 range (max - min) of a row's logits. ``max_rank`` puts residents among the router's best M before the others;
 ``mass`` finds M per row from the cumulative probability. All leave the router's first ``protect`` picks alone
 (the paper's J), and all take the weights from the router's own probabilities.
+
+``margin`` adds a share of what the router's own choice adds up to to the probabilities of residents.
 """
 
 import math
@@ -76,8 +79,8 @@ def select_additive(
     """``select`` for an active policy of an additive kind; arguments as there, and taken as checked.
 
     Returns:
-        ids ``[T, K]`` uint32 and weights ``[T, K]`` float32. The order is that of selection for cache_prior.
-        The other two choose a set; its ids are in the router's own order.
+        ids ``[T, K]`` uint32 and weights ``[T, K]`` float32. The order is that of selection for cache_prior
+        and margin. The other two choose a set; its ids are in the router's own order.
     """
     probabilities, dead = router_probabilities(logits, router)
     offset = None
@@ -95,6 +98,11 @@ def select_additive(
             raised = mx.sigmoid(logits.astype(mx.float32) + bonus)
         raised = mx.where(present & (probabilities > 0), raised, own)
         ids = _protected_first(sort_keys(probabilities, offset), sort_keys(raised, offset), policy.protect, top_k)
+    elif policy.kind == "margin":
+        keys = sort_keys(probabilities, offset)
+        own_mass = mx.take_along_axis(probabilities, top_ids(keys, top_k), axis=-1).sum(axis=-1, keepdims=True)
+        raised = mx.where(present & (probabilities > 0), probabilities + policy.margin * own_mass, probabilities)
+        ids = _protected_first(keys, sort_keys(raised, offset), policy.protect, top_k)
     else:
         ids = _residents_first(probabilities, offset, present, policy, top_k)
     weights = mx.take_along_axis(probabilities, ids, axis=-1)

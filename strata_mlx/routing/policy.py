@@ -1,6 +1,6 @@
 """The routing policy: a validated value, and the one place where the rank-by-rank rule is written down.
 
-Four kinds share one dataclass:
+Five kinds share one dataclass:
 
 ``moce``
     A resident's score is multiplied by a factor that depends on the rank alone. ``RoutingPolicy.tables``
@@ -8,6 +8,9 @@ Four kinds share one dataclass:
 ``cache_prior``, ``max_rank``, ``mass``
     The re-rankings of *Mixture of Cache-Conditional Experts* (arXiv 2412.00099), carried out in
     ``strata_mlx.routing.additive``. ``protect`` is the paper's J.
+``margin``
+    A resident goes before an expert that the router weighs at most ``margin`` more. What a change of experts costs is
+    the weight that it loses, and not the ratio of two weights that "moce" looks at.
 """
 
 import argparse
@@ -30,7 +33,7 @@ from strata_mlx.errors import InputError
 HEAD, DRAFT = 0, 1  # first axis of the tables: the kind of row
 FACTOR, INVERSE = 0, 1  # second axis of the tables
 
-KINDS = ("moce", "cache_prior", "max_rank", "mass")
+KINDS = ("moce", "cache_prior", "max_rank", "mass", "margin")
 _OWNER = {
     "moce_bonus": "moce",
     "r1_bonus": "moce",
@@ -38,6 +41,7 @@ _OWNER = {
     "prior_lambda": "cache_prior",
     "max_rank": "max_rank",
     "mass": "mass",
+    "margin": "margin",
 }
 
 
@@ -50,10 +54,12 @@ class RoutingPolicy:
         r1_bonus: log bonus of residents in ranks 1..protect-1; ``r = exp(r1_bonus)``. At most 0 is off.
         protect: leading ranks that the full bonus may not touch (J of the paper), 0..top_k.
         draft_moce: on draft rows use ``b * b`` and protect rank 0 only.
-        kind: "moce", "cache_prior", "max_rank" or "mass".
+        kind: "moce", "cache_prior", "max_rank", "mass" or "margin".
         prior_lambda: for cache_prior, the share (>= 0) of the running logit range added to residents' logits.
         max_rank: for max_rank, the paper's M: residents among the router's top M precede others. None is off.
         mass: for mass, the paper's p in 0..1: like max_rank, with M the experts that hold this probability.
+        margin: for margin, the difference of mixing weights, 0..1, that a resident makes up for; as weights that add
+            up to 1 over the router's own choice.
 
     Kernels hold float32, so float32 decides: ``b``, ``b*b``, ``r`` and ``b/r`` must be finite there, which is
     stricter than in float64, and the inverse of every factor above 1 must be a normal number, since GPUs
@@ -72,11 +78,12 @@ class RoutingPolicy:
     prior_lambda: float = 0.0
     max_rank: int | None = None
     mass: float = 0.0
+    margin: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InputError(f"routing policy: kind is {self.kind!r}, expected one of {', '.join(KINDS)}")
-        for name in ("moce_bonus", "r1_bonus", "prior_lambda", "mass"):
+        for name in ("moce_bonus", "r1_bonus", "prior_lambda", "mass", "margin"):
             object.__setattr__(self, name, _finite(name, getattr(self, name)))
         object.__setattr__(self, "protect", _count("protect", self.protect, least=0))
         if self.max_rank is not None:
@@ -85,8 +92,9 @@ class RoutingPolicy:
             raise InputError(f"routing policy: draft_moce is {self.draft_moce!r}, expected True or False")
         if self.prior_lambda < 0:
             raise InputError(f"routing policy: prior_lambda is {self.prior_lambda}, expected at least 0")
-        if not 0 <= self.mass <= 1:
-            raise InputError(f"routing policy: mass is {self.mass}, expected a probability from 0 to 1")
+        for name in ("mass", "margin"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"routing policy: {name} is {getattr(self, name)}, expected a number from 0 to 1")
         for name, kind in _OWNER.items():
             if kind != self.kind and getattr(self, name) != _DEFAULTS[name]:
                 raise InputError(f"routing policy: {name} belongs to kind {kind!r}, but kind is {self.kind!r}")
@@ -97,7 +105,7 @@ class RoutingPolicy:
         """Whether the policy can ever change a selection. Where it cannot, routing is exact."""
         if self.kind == "moce":
             return bool(_scale(self.moce_bonus) > 1 or (_scale(self.r1_bonus) > 1 and self.protect > 1))
-        return self.prior_lambda > 0 or self.max_rank is not None or self.mass > 0
+        return self.prior_lambda > 0 or self.max_rank is not None or self.mass > 0 or self.margin > 0
 
     def tables(self, top_k: int) -> NDArray[np.float32]:
         """The rule, rank by rank, as two float32 tables for each kind of row.

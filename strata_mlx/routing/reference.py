@@ -79,6 +79,9 @@ def select(
                     raised, _ = probabilities(raised, router)
                 # Softmax keeps the order of its logits, so these serve as scores. What is zero stays zero.
                 raised = np.where(p > 0, raised, -np.inf if router == "softmax" else 0.0)
+            if setting.kind == "margin" and known is not None:
+                own = sorted(range(p.size), key=lambda e: (-(p[e] + offset[e]), e))[:top_k]
+                raised = p + setting.margin * p[own].sum() * (known & (p > 0))
             chosen = np.array(rerank(p, raised, offset, known, setting, top_k))
             recovered = p[chosen]
         ids.append(chosen)
@@ -161,11 +164,13 @@ def route_row(
 def rerank(
     p: Floats, raised: Floats, offset: Floats, resident: Bools | None, policy: RoutingPolicy, top_k: int
 ) -> list[int]:
-    """The picks of an additive policy: ``raised [E]`` are cache_prior's scores after the protected ranks."""
+    """The picks of an additive policy: ``raised [E]`` are the scores of cache_prior and margin after the
+    protected ranks.
+    """
     own = sorted(range(p.size), key=lambda e: (-(p[e] + offset[e]), e))
     first = own[: policy.protect]
     rest = [e for e in own if e not in first]
-    if policy.kind == "cache_prior":
+    if policy.kind in ("cache_prior", "margin"):
         rest.sort(key=lambda e: (-(raised[e] + offset[e]), e))
         return (first + rest)[:top_k]
     limit = policy.max_rank or 0

@@ -14,7 +14,8 @@ from strata_mlx.routing.additive import LogitRange
 from strata_mlx.routing.executors import default_executor
 from strata_mlx.routing.ops import Executor, Selection, plain_router
 from strata_mlx.routing.policy import FACTOR, RoutingPolicy
-from strata_mlx.routing.residency import Residency
+from strata_mlx.routing.price import Meter, Price
+from strata_mlx.routing.residency import ResidencyMap
 from strata_mlx.routing.selection import select
 
 _verifying: ContextVar[bool] = ContextVar("verifying", default=False)
@@ -35,26 +36,27 @@ def verify_window() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """policy: how residents are preferred. residency: what is in memory, None where that is not known.
+    """policy: how residents are preferred. residency: what is in memory, None where that is not known. One that
+    changes is asked for every window, whose rows all see what was in memory when it began.
 
     executor: what computes the selection; by default, and where a policy can act, the kernel on a GPU, and MLX ops
     elsewhere. Exact routing needs none: it builds and checks no kernel.
     """
 
     policy: RoutingPolicy = field(default_factory=RoutingPolicy)
-    residency: Residency | None = None
+    residency: ResidencyMap | None = None
     executor: Executor | None = None
     _ranges: dict[int, LogitRange] = field(default_factory=dict)  # by layer, for cache_prior
-    _maps: dict[int, mx.array | None] = field(default_factory=dict)  # by layer, on the device
+    _maps: dict[int, tuple[int, mx.array | None]] = field(default_factory=dict)  # by layer: version, on the device
+    _meter: Meter = field(default_factory=Meter)
+    mode: str = field(init=False)
+    """Is "exact" if the model's own experts are always chosen, "biased" if residents may be preferred."""
 
     def __post_init__(self) -> None:
-        if self.executor is None and self.mode == "biased":
+        biased = self.policy.active and self.residency and self.residency.layers
+        object.__setattr__(self, "mode", "biased" if biased else "exact")
+        if self.executor is None and biased:
             object.__setattr__(self, "executor", default_executor())
-
-    @property
-    def mode(self) -> str:
-        """Is "exact" if the model's own experts are always chosen, "biased" if residents may be preferred."""
-        return "biased" if self.policy.active and self.residency and self.residency.layers else "exact"
 
     def __str__(self) -> str:
         if self.mode == "biased":
@@ -63,12 +65,19 @@ class Routing:
         return f"exact{idle or ''}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Mode and policy, ready for JSON."""
-        return {"mode": self.mode, "policy": json.loads(self.policy.to_json())}
+        """Mode and policy, and in biased mode the price of the latest request until now, ready for JSON."""
+        result = {"mode": self.mode, "policy": json.loads(self.policy.to_json())}
+        return {**result, "price": self.price.to_dict()} if self.mode == "biased" else result
+
+    @property
+    def price(self) -> Price:
+        """What the policy has cost the latest request until now. Waits for the device."""
+        return self._meter.price()
 
     def begin(self) -> None:
-        """Forget what a request has taught a cache_prior policy; called when another one begins."""
+        """Forget what a request has taught a cache_prior policy, and its price; called when another one begins."""
         self._ranges.clear()
+        self._meter.clear()
 
     def route(self, layer: int, logits: mx.array, top_k: int, norm_topk: bool) -> Selection:
         """Experts and weights for router logits ``[..., T, E]``: ids uint32 and weights float, both ``[..., T, K]``.
@@ -76,11 +85,14 @@ class Routing:
         Where no score would be scaled, this is mlx-lm's own chain of operations on every device, bit for bit. The
         kernel is for policies: the chain keeps the weights in half precision, which saves a GPU conversions.
         """
-        resident = self._resident(layer, top_k)
-        if resident is None:
+        if self.mode == "exact":
             return plain_router(logits, top_k, norm_topk)
-        assert self.executor is not None, "a map that acts makes the mode biased"
         shape, rows = logits.shape, logits.reshape(-1, logits.shape[-1])
+        resident = self._resident(layer, top_k, rows.shape[0])
+        if resident is None:
+            self._meter.record(layer, rows, None, top_k)
+            return plain_router(logits, top_k, norm_topk)
+        assert self.executor is not None, "the mode is biased"
         known = self._ranges.get(layer) if self.policy.kind == "cache_prior" else None
         ids, weights = select(
             rows,
@@ -97,20 +109,28 @@ class Routing:
             # The rows of a window may be rejected, all but the first.
             learned = 1 if _verifying.get() else rows.shape[0]
             self._ranges[layer] = (known or LogitRange()).after(rows, learned)
+        self._meter.record(layer, rows, ids, top_k)
         return ids.reshape(*shape[:-1], top_k), weights.reshape(*shape[:-1], top_k)
 
-    def _resident(self, layer: int, top_k: int) -> mx.array | None:
-        """The map of a layer, None where no score would be scaled: then the run is the plain one to the last bit."""
-        if layer not in self._maps:
-            resident = self.residency.of(layer) if self.residency and self.policy.active else None
-            if (
-                resident is not None
-                and self.policy.kind == "moce"
-                and (self.policy.tables(top_k)[:, FACTOR] == 1).all()
-            ):
+    def _resident(self, layer: int, top_k: int, rows: int) -> mx.array | None:
+        """The map of a layer for a window of so many rows, None where no score would be scaled: then the run is the
+        plain one to the last bit.
+        """
+        assert self.residency is not None, "the mode is biased"
+        if not self.residency.acts_on(rows):
+            return None
+        version = self.residency.version(layer)
+        known = self._maps.get(layer)
+        if known is None or known[0] != version:
+            resident = self.residency.of(layer)
+            if resident is not None and self._has_no_factor(top_k):
                 resident = None
-            self._maps[layer] = None if resident is None else mx.array(resident)
-        return self._maps[layer]
+            known = version, None if resident is None else mx.array(resident)  # a copy
+            self._maps[layer] = known
+        return known[1]
+
+    def _has_no_factor(self, top_k: int) -> bool:
+        return self.policy.kind == "moce" and bool((self.policy.tables(top_k)[:, FACTOR] == 1).all())
 
 
 @cache

@@ -13,8 +13,10 @@ import numpy as np
 
 from ..device import evaluate, integer, on_cpu
 from ..errors import Fault, InputError
+from ..experts.pressure import relieve
+from ..models.moe import blocks
 from ..models.trunk import Hidden, Trunk
-from ..prefill import Progress, check_tokens, ignore, make_cache, read_tokens
+from ..prefill import Progress, check_tokens, ignore, make_cache, read_tokens, rows_at_a_time
 from ..routing import verify_window
 from .acceptance import accept_greedy, accept_sampled
 from .draft import MAX_STEPS, Drafter, MTPDrafter, Step
@@ -120,7 +122,8 @@ class SpeculativeDecoder:
         check_rollback(self.cache)
         self.rounds: list[Round] = []
         self._summary = Summary()
-        self._trunk = Trunk(model)
+        self._trunk, self._model = Trunk(model), model
+        self._blocks = blocks(model)
         self._left = max_tokens  # negative where there is no end
         self._retention, self._max_steps, self._path = retention or RetentionPolicy(), max_steps, drafting
         greedy = sampler is None or (isinstance(sampler, Sampling) and sampler.temp == 0)
@@ -130,7 +133,9 @@ class SpeculativeDecoder:
         self._drafters += [filler] if filler else []
         self._stops = frozenset(tokenizer.eos_token_ids if tokenizer else ())
         self._pacer, self._watch = Pacer(always=not auto), Stopwatch()
-        self._tokens = self._decode(prompt, prefill_step_size, prompt_progress_callback or ignore)
+        self._tokens = self._decode(
+            prompt, rows_at_a_time(model, prefill_step_size), prompt_progress_callback or ignore
+        )
 
     def __iter__(self) -> SpeculativeDecoder:
         return self
@@ -156,6 +161,7 @@ class SpeculativeDecoder:
             return
         flight = self._read(prompt, step_size, report)
         while True:
+            relieve(self._model)
             following = self._step_ahead(flight)
             tokens = self._land(flight)
             ended = self._left == 0 or tokens[-1].token in self._stops
@@ -180,8 +186,11 @@ class SpeculativeDecoder:
 
     def _read(self, prompt: mx.array, step_size: int, report: Progress) -> _Flight:
         """Prefill trunk and drafters; what is on its way then gives the first token."""
+        for block in self._blocks:
+            block.routing.begin()
 
         def forward(chunk: mx.array, start: int) -> Any:
+            relieve(self._model)
             hidden = self._trunk(chunk[None], self.cache)
             self._observe(prompt[start + 1 : start + 1 + chunk.size], hidden)
             return [layer.state for layer in self.cache], [drafter.catch_up() for drafter in self._drafters]

@@ -31,6 +31,8 @@ KEYS: dict[str, type] = {
     "peak_memory_gb": float,
     "finish_reason": str,
     "mtp": dict,
+    "memory": type(None),
+    "experts": type(None),
     "routing": dict,
 }
 Text = Callable[..., str]

@@ -42,6 +42,18 @@ def test_a_bonus_and_a_map_are_biased_and_change_the_text(run: Run, tiny: Path, 
     assert biased["text"] != report(run, "--model", tiny)["text"]
 
 
+def test_a_biased_run_says_its_price(run: Run, tiny: Path, residency: Path) -> None:
+    options = ("--residency", residency, "--moce-bonus", "20", "--protect", "0")
+    price = report(run, "--model", tiny, *options)["routing"]["price"]
+    assert price["rows"] > price["sampled_rows"] > 0
+    assert price["changed"] > 0
+    assert price["extra_kl"] > 0
+    out = run("generate", "--model", tiny, "-m", "12", *options).out
+    assert "Routing: " in out.rpartition("==========")[2]
+    assert "nats from the router's own" in out
+    assert "price" not in report(run, "--model", tiny)["routing"]
+
+
 def test_the_environment_sets_the_policy_and_flags_go_over_it(
     run: Run, tiny: Path, residency: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

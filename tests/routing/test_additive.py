@@ -1,4 +1,4 @@
-"""cache_prior, max_rank and mass: the paper's re-rankings with the router's own weights."""
+"""cache_prior, max_rank, mass and margin: re-rankings with the router's own weights."""
 
 from typing import Any
 
@@ -17,6 +17,8 @@ NEUTRAL = [
     RoutingPolicy(kind="cache_prior", prior_lambda=0.0),
     RoutingPolicy(kind="max_rank", max_rank=K),
     RoutingPolicy(kind="mass", mass=0.0),
+    RoutingPolicy(kind="margin", margin=0.0),
+    RoutingPolicy(kind="margin", margin=1.0, protect=K),
     RoutingPolicy(kind="cache_prior", prior_lambda=3.0, protect=K),
     RoutingPolicy(kind="max_rank", max_rank=40, protect=K),
 ]
@@ -106,6 +108,24 @@ def test_the_protected_picks_stay_and_residents_follow() -> None:
     ):
         ids, _ = select(logits, resident, policy, top_k=4)
         assert ids.tolist() == [expected], str(policy)
+
+
+def test_a_resident_makes_up_for_a_margin_of_the_weight_and_no_more() -> None:
+    """The router's own weights are 0.4, 0.3, 0.2 and 0.1; experts 4 and 5 would weigh 0.08 and 0.02."""
+    logits = mx.log(mx.array([[0.40, 0.30, 0.20, 0.10, 0.08, 0.02]]))
+    resident = mx.array([False, False, False, False, True, True])
+    for margin, protect, expected in (
+        (0.01, 1, [0, 1, 2, 3]),
+        (0.03, 1, [0, 1, 2, 4]),
+        (0.17, 1, [0, 1, 4, 2]),
+        (0.19, 1, [0, 1, 4, 5]),
+        (0.30, 3, [0, 1, 2, 4]),
+        (1.00, 1, [0, 4, 5, 1]),
+    ):
+        ids, weights = select(logits, resident, RoutingPolicy(kind="margin", margin=margin, protect=protect), top_k=4)
+        assert ids.tolist() == [expected], (margin, protect)
+        own = mx.softmax(logits, axis=-1)[0, mx.array(expected)]
+        assert mx.allclose(weights[0], own / own.sum(), atol=1e-6)
 
 
 def test_the_running_range_ends_with_the_row_that_it_serves() -> None:

@@ -78,6 +78,8 @@ def test_every_inverse_is_normal_and_recovers(policy: RoutingPolicy) -> None:
         ({"kind": "cache_prior", "prior_lambda": -0.1}, "prior_lambda is -0.1"),
         ({"kind": "cache_prior", "prior_lambda": math.nan}, "prior_lambda is nan"),
         ({"kind": "mass", "mass": 1.1}, "mass is 1.1"),
+        ({"kind": "margin", "margin": -0.1}, "margin is -0.1"),
+        ({"margin": 0.1}, "margin belongs to kind 'margin'"),
         ({"kind": "max_rank", "max_rank": 0}, "max_rank is 0"),
         ({"kind": "max_rank", "max_rank": 2.5}, "max_rank is 2.5"),
         ({"kind": "mass", "moce_bonus": 1.0}, "moce_bonus belongs to kind 'moce'"),

@@ -1,0 +1,237 @@
+"""The slots of one layer's experts in device memory, and the computation with what lies in them.
+
+The arrays are private. A result that reads them comes from a pool's own call, which remembers it; a slot is written
+only after write(), which first has every result computed that may read the slot. So a slot in use is never overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_unflatten
+from numpy.typing import NDArray
+
+from ..device import evaluate, on_cpu
+
+if TYPE_CHECKING:
+    from .ranges import Field
+
+_PAGE = 4096
+
+Targets = Sequence[NDArray[Any]]  # where the fields of one expert are to be written
+
+
+class SlotPool(Protocol):
+    """Slots for the experts of one layer.
+
+    splits: whether the pairs of a window may be dealt out to several calls without changing a bit of any result. GPU
+    kernels are chosen by the number of rows.
+    """
+
+    splits: bool
+
+    def __call__(self, x: mx.array, slots: NDArray[np.int32]) -> mx.array:
+        """Apply the experts in ``slots [..., K]`` to ``x [..., D]``, lazily: ``[..., K, D]``."""
+
+    def promise(self, x: mx.array, shape: tuple[int, ...]) -> Promise | None:
+        """A call as above whose slots, of ``shape``, are told later; None where the device does not allow that."""
+
+    def write(self, slots: Sequence[int]) -> list[Targets]:
+        """Where the experts for ``slots`` are to be written: one array per field and slot, bfloat16 as uint16.
+
+        Every result that reads one of the slots has been computed before this returns.
+        """
+
+    def land(self) -> None:
+        """What write() gave last is filled: calls from now on see the experts."""
+
+    def settle(self) -> None:
+        """Wait for every result that reads a slot."""
+
+    def shrink(self, count: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Have only ``count`` slots; ``moves`` are the old and the new slot of each expert that is kept.
+
+        Cut short, it leaves at least ``count`` slots, and nothing of what was in them.
+        """
+
+
+class _Readers:
+    """Results that may not have been computed yet, and the slots that each of them reads."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[mx.array, frozenset[int]]] = []
+
+    def add(self, result: mx.array, slots: NDArray[np.int32]) -> None:
+        self._pending.append((result, frozenset(slots.ravel().tolist())))
+
+    def settle(self, slots: Sequence[int] | None = None) -> None:
+        """Wait for those that read one of ``slots``; None means any."""
+        due = [result for result, read in self._pending if slots is None or not read.isdisjoint(slots)]
+        if due:
+            evaluate(due, "computing with experts in memory")
+            self._pending = [] if slots is None else [entry for entry in self._pending if entry[1].isdisjoint(slots)]
+
+
+class Promise:
+    """outputs: of a call of a SlotPool, ``[..., K, D]``, lazily. They must not be computed before fulfil()."""
+
+    def __init__(self, experts: nn.Module, x: mx.array, shape: tuple[int, ...], readers: _Readers):
+        self._indices = mx.array(np.zeros(shape, np.uint32))
+        self.outputs: mx.array = experts(x, self._indices)
+        self._readers = readers
+
+    def fulfil(self, slots: NDArray[np.int32]) -> None:
+        """Tell the slots."""
+        np.array(self._indices, copy=False)[...] = slots
+        self._readers.add(self.outputs, slots)
+
+
+class UnifiedSlots:
+    """Slots in memory that host and device share (CPU, Metal): the host writes straight into MLX's buffers.
+
+    experts: an mlx-lm SwitchGLU, whose parameters are not looked at. fields: of its parameters. count: of slots.
+    The buffers are never assigned to through MLX, which may move them away from under the host's views.
+    """
+
+    def __init__(self, experts: nn.Module, fields: Sequence[Field], count: int):
+        self.splits = on_cpu()
+        self._fields = fields
+        self._arrays = [_page_aligned(field, count) for field in fields]
+        self._views = [_view(array) for array in self._arrays]
+        self._experts = _with_parameters(experts, fields, self._arrays)
+        self._targets: list[Targets | None] = [None] * count  # by slot, made when first written
+        self._readers = _Readers()
+
+    def __call__(self, x: mx.array, slots: NDArray[np.int32]) -> mx.array:
+        result = self._experts(x, mx.array(slots.view(np.uint32)))
+        self._readers.add(result, slots)
+        return result
+
+    def promise(self, x: mx.array, shape: tuple[int, ...]) -> Promise:
+        return Promise(self._experts, x, shape, self._readers)
+
+    def write(self, slots: Sequence[int]) -> list[Targets]:
+        self._readers.settle(slots)
+        return [self._targets[slot] or self._target(slot) for slot in slots]
+
+    def _target(self, slot: int) -> Targets:
+        target = self._targets[slot] = [view[slot] for view in self._views]
+        return target
+
+    def land(self) -> None:
+        """Nothing is left to do."""
+
+    def settle(self) -> None:
+        self._readers.settle()
+
+    def shrink(self, count: int, moves: Sequence[tuple[int, int]]) -> None:
+        self._readers.settle()
+        self._targets = [None] * count
+        for i, field in enumerate(self._fields):
+            array = _page_aligned(field, count)
+            view = _view(array)
+            for old, new in moves:
+                view[new] = self._views[i][old]
+            _with_parameters(self._experts, [field], [array])
+            self._arrays[i], self._views[i] = array, view
+
+
+class StagedSlots:
+    """Slots in memory of a CUDA device: experts are read into host memory and copied in one update per field.
+
+    A host view of a managed array would have its pages migrate to the host and back. Arguments as of UnifiedSlots.
+    """
+
+    def __init__(self, experts: nn.Module, fields: Sequence[Field], count: int):
+        self.splits = on_cpu()
+        self._arrays = [mx.zeros((count, *field.shape), field.dtype) for field in fields]
+        evaluate(self._arrays, f"making room for {count} experts")
+        self._experts = _with_parameters(experts, fields, self._arrays)
+        self._fields = fields
+        self._readers = _Readers()
+        self._staging: list[NDArray[Any]] = []  # per field, for as many experts as were ever read at a time
+        self._staged: list[int] = []  # the slots that these are for
+
+    def __call__(self, x: mx.array, slots: NDArray[np.int32]) -> mx.array:
+        result = self._experts(x, mx.array(slots.view(np.uint32)))
+        self._readers.add(result, slots)
+        return result
+
+    def promise(self, x: mx.array, shape: tuple[int, ...]) -> None:
+        """Telling the slots later would be such a host write."""
+
+    def write(self, slots: Sequence[int]) -> list[Targets]:
+        if not self._staging or len(slots) > len(self._staging[0]):
+            self._staging = [np.empty((len(slots), *field.shape), _host_type(field.dtype)) for field in self._fields]
+        self._staged = list(slots)
+        return [[staging[row] for staging in self._staging] for row in range(len(slots))]
+
+    def land(self) -> None:
+        """Any reader of an array, even of other slots, would have the update copy all of it: they are waited for."""
+        self._readers.settle()
+        index = mx.array(self._staged)
+        for array, staging in zip(self._arrays, self._staging, strict=True):
+            array[index] = mx.array(staging[: len(self._staged)]).view(array.dtype)
+        evaluate(self._arrays, f"copying {len(self._staged)} experts to the device")
+
+    def settle(self) -> None:
+        self._readers.settle()
+
+    def shrink(self, count: int, moves: Sequence[tuple[int, int]]) -> None:
+        self._readers.settle()
+        sources = np.zeros(count, np.int32)
+        for old, new in moves:
+            sources[new] = old
+        for i, field in enumerate(self._fields):
+            array = self._arrays[i][mx.array(sources)]
+            evaluate(array, f"making room for {count} experts")
+            _with_parameters(self._experts, [field], [array])
+            self._arrays[i] = array
+
+
+def make_slots(experts: nn.Module, fields: Sequence[Field], count: int) -> SlotPool:
+    """The slots for the memory of the device in use."""
+    kind = StagedSlots if mx.cuda.is_available() and not on_cpu() else UnifiedSlots
+    return kind(experts, fields, count)
+
+
+def _page_aligned(field: Field, count: int) -> mx.array:
+    """``[count, *field.shape]``, which begins at a page as reads past the page cache need it."""
+    nbytes = count * field.nbytes
+    buffer = mx.zeros((nbytes + _PAGE,), mx.uint8)
+    evaluate(buffer, f"making room for {count} experts")
+    start = -np.array(buffer, copy=False).__array_interface__["data"][0] % _PAGE
+    array = buffer[start : start + nbytes].view(field.dtype).reshape(count, *field.shape)
+    evaluate(array, f"making room for {count} experts")
+    return array
+
+
+def _view(array: mx.array) -> NDArray[Any]:
+    """The memory of ``array`` itself, writable; bfloat16 as uint16."""
+    shown = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    evaluate(shown, "showing slots to the host")
+    return np.array(shown, copy=False)
+
+
+def _host_type(dtype: mx.Dtype) -> type[np.generic]:
+    return _HOST_TYPES[dtype]
+
+
+_HOST_TYPES: dict[mx.Dtype, type[np.generic]] = {
+    mx.uint8: np.uint8,
+    mx.uint32: np.uint32,
+    mx.float32: np.float32,
+    mx.float16: np.float16,
+    mx.bfloat16: np.uint16,
+}
+
+
+def _with_parameters(experts: nn.Module, fields: Sequence[Field], arrays: Sequence[mx.array]) -> nn.Module:
+    """``experts`` with ``arrays`` in the place of its parameters."""
+    names = [field.name for field in fields]
+    experts.update(tree_unflatten(list(zip(names, arrays, strict=True))))
+    return experts

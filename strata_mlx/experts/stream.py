@@ -1,0 +1,275 @@
+"""The experts of a MoE layer, of which only some are in memory: the others are read while those compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+
+from ..device import evaluate
+from .eviction import Ids
+from .slots import Promise, SlotPool
+from .table import SlotTable
+from .traffic import Traffic
+
+if TYPE_CHECKING:
+    from .store import ExpertStore
+
+DECODE_ROWS = 16  # a window of more rows is a prompt's
+SPLIT_SECONDS = 1e-3  # of reading, from which on it pays to compute with the resident experts apart
+PROMPT_SHARE = 0.5  # of the slots, which the waves of a prompt go through; what is in the others stays
+AHEAD_SHARE = 0.7  # of the experts per token, that are read before the router has chosen, if they are likely
+TIME_ONE_IN = 64  # computations that reads overlap, to know which reads the device had to wait for
+NOTHING: Ids = np.zeros(0, np.intp)
+
+
+class Guess:
+    """Goes from a MoE layer to the next one: what the router of that makes of the input of this one."""
+
+    def __init__(self, router: Callable[[mx.array], mx.array]):
+        self._router = router
+        self._scores: mx.array | None = None
+
+    def make(self, x: mx.array) -> mx.array:
+        """From the input of the layer before, ``[..., D]``: scores, which are to be computed."""
+        self._scores = self._router(x).astype(mx.float32)
+        return self._scores
+
+    def take(self) -> NDArray[np.float32] | None:
+        """The scores of the experts ``[E]`` for the last row, if any were made since this was last asked."""
+        scores, self._scores = self._scores, None
+        return None if scores is None else np.array(scores).reshape(-1, scores.shape[-1])[-1]
+
+
+class StreamedExperts(nn.Module):
+    """Takes the place of mlx-lm's SwitchGLU in a MoE block. Its output is the same to the bit, whatever is in memory.
+
+    place: index of the layer in ``store``. traffic: counters, which layers share. guess, guess_of_next: of what
+    this layer and the next one will need, if they both stream.
+    """
+
+    def __init__(self, pool: SlotPool, table: SlotTable, store: ExpertStore, place: int, traffic: Traffic):
+        super().__init__()
+        self.table = table
+        self.place = place
+        self._pool, self._store, self._traffic = pool, store, traffic
+        self._read_seconds = 0.0  # for an expert, a moving average
+        self._pair_seconds, self._timed = 0.0, 0
+        self.guess: Guess | None = None
+        self.guess_of_next: Guess | None = None
+        self._open = False  # while the table is between two consistent states
+
+    def __call__(
+        self,
+        x: mx.array,
+        ids: mx.array,
+        mix: Callable[[mx.array], mx.array],
+        meanwhile: mx.array | None = None,
+        ahead: bool = True,
+    ) -> mx.array:
+        """Apply the experts ``ids`` uint32 ``[B, T, K]`` to ``x [B, T, D]`` and return ``mix(outputs)``, on its way.
+
+        mix: what follows on the experts' outputs ``[B, T, K, D]``, by rank. meanwhile: what the device is to compute
+        next, while the host waits for the ids and for reads. ahead: whether experts may be read that are only likely
+        to be needed.
+        Raises Fault where a read fails; nothing is lost by that but this window.
+        """
+        start = perf_counter()
+        if self._open:
+            self._recover()
+        self._open = True
+        try:
+            result = self._serve(x, ids, mix, meanwhile, ahead)
+        except BaseException:
+            self._recover()
+            raise
+        self._open = False
+        self._traffic.host_seconds += perf_counter() - start
+        return result
+
+    def _serve(
+        self,
+        x: mx.array,
+        ids: mx.array,
+        mix: Callable[[mx.array], mx.array],
+        meanwhile: mx.array | None,
+        ahead: bool,
+    ) -> mx.array:
+        start = perf_counter()
+        evaluate(ids, "choosing experts", wait=False)
+        rows = ids.size // ids.shape[-1]
+        guess = self.guess_of_next.make(x) if ahead and self.guess_of_next and rows == 1 else None
+        if along := [array for array in (guess, meanwhile) if array is not None]:
+            evaluate(along, "computing the shared expert", wait=False)
+        launched = perf_counter()
+        # Until the ids are there, the host does all that does not need them.
+        promise = self._pool.promise(x, ids.shape) if rows <= DECODE_ROWS else None
+        result = mix(promise.outputs) if promise else None
+        self._pool.settle()
+        if self.guess and promise and (scores := self.guess.take()) is not None:
+            self._read_ahead(scores, ids.shape[-1])
+        self.table.rank(2 * ids.shape[-1])
+        ready = perf_counter()
+        evaluate(ids, "choosing experts")
+        known = perf_counter()
+        chosen = np.array(ids).astype(np.intp)
+        outputs = self._apply(x, chosen, promise)
+        if promise is None or result is None or outputs is not promise.outputs:
+            result = mix(outputs)
+        evaluate(result, "computing experts", wait=False)
+        self.table.used(chosen.reshape(-1, chosen.shape[-1]), rows > DECODE_ROWS)
+        if rows > DECODE_ROWS:  # results of many rows are not kept until the next window
+            self._pool.settle()
+        waited = launched - start + known - ready
+        self._traffic.compute_seconds += waited
+        self._traffic.host_seconds -= waited
+        return result
+
+    def _read_ahead(self, scores: NDArray[np.float32], top_k: int) -> None:
+        """Read experts that the router would choose by ``scores [E]`` of a guess."""
+        likely = scores.argsort()[: -top_k - 1 : -1]
+        first = likely[: round(AHEAD_SHARE * top_k)]
+        missing = first[self.table.slot_of[first] < 0]
+        if len(missing) and self.table.fits(missing, likely):
+            self._fetch(missing, likely, busy_until=float("inf"))
+            self._traffic.ahead += len(missing)
+
+    def _apply(self, x: mx.array, chosen: Ids, promise: Promise | None) -> mx.array:
+        """The outputs by rank: those of ``promise``, if it can be fulfilled."""
+        traffic, table = self._traffic, self.table
+        slots = table.slot_of[chosen]
+        if chosen.size == chosen.shape[-1]:
+            needed = chosen.reshape(-1)
+            missing = needed[slots.reshape(-1) < 0]
+        else:
+            mask = np.zeros(table.slot_of.size, np.bool_)
+            mask[chosen] = True
+            needed = mask.nonzero()[0]
+            missing = needed[table.slot_of[needed] < 0]
+        traffic.windows += 1
+        traffic.picks += chosen.size
+        traffic.hits += len(needed) - len(missing)
+        traffic.misses += len(missing)
+        if len(missing):
+            if not table.fits(missing, needed):
+                return self._in_groups(x, chosen, *self._waves(chosen, missing))
+            slow = len(missing) * self._read_seconds > SPLIT_SECONDS
+            if slow and self._pool.splits and len(missing) < len(needed):
+                return self._in_groups(x, chosen, [missing], needed)
+            self._fetch(missing, needed)
+            slots = table.slot_of[chosen]
+        if promise is None:
+            return self._pool(x, slots)
+        promise.fulfil(slots)
+        return promise.outputs
+
+    def _waves(self, chosen: Ids, missing: Ids) -> tuple[list[Ids], Ids]:
+        """The missing experts of a window that needs more than there are slots, a wave at a time, and the residents
+        that stay.
+
+        Two waves fit into the slots that they use, so that one is read while the one before computes.
+        """
+        table = self.table
+        slots = table.room(NOTHING)
+        if chosen.size > DECODE_ROWS * chosen.shape[-1]:
+            slots = max(1, round(slots * PROMPT_SHARE))
+        size = max(1, slots // 2)
+        uses = np.bincount(chosen.ravel(), minlength=table.slot_of.size)
+        order = missing[uses[missing].argsort(kind="stable")]  # the last ones stay
+        return [order[i : i + size] for i in range(0, len(order), size)], table.staying(slots)
+
+    def _in_groups(self, x: mx.array, chosen: Ids, waves: list[Ids], staying: Ids) -> mx.array:
+        """Compute with what is resident while the first wave is read, and with each wave while the next one is."""
+        table = self.table
+        flat, results, entries = chosen.ravel(), [], []
+        group, before = table.resident[flat].nonzero()[0], NOTHING
+        busy_until = 0.0
+        for wave in waves:
+            if len(group):
+                results.append(self._pairs(x, flat, group, chosen.shape))
+                entries.append(group)
+                busy_until = max(busy_until, perf_counter()) + self._time(results[-1], len(group))
+            self._fetch(wave, np.concatenate([staying, before]), busy_until)
+            member = np.zeros(table.slot_of.size, np.bool_)
+            member[wave] = True
+            group, before = member[flat].nonzero()[0], wave
+        results.append(self._pairs(x, flat, group, chosen.shape))
+        entries.append(group)
+        axis = -2 if len(flat) == chosen.shape[-1] else 0
+        rank = np.empty(flat.size, np.uint32)
+        rank[np.concatenate(entries)] = np.arange(flat.size, dtype=np.uint32)
+        ordered = mx.take(mx.concatenate(results, axis), mx.array(rank), axis)
+        return ordered.reshape(*chosen.shape, ordered.shape[-1])
+
+    def _pairs(self, x: mx.array, flat: Ids, entries: Ids, shape: tuple[int, ...]) -> mx.array:
+        """Begin to compute the pairs ``token * K + rank``: ``[..., N, D]`` of one token, ``[N, 1, D]`` of several."""
+        slots = self.table.slot_of[flat[entries]]
+        if flat.size == shape[-1]:
+            result = self._pool(x, slots.reshape(*shape[:-1], -1))
+        else:
+            tokens = mx.array(entries // shape[-1])
+            result = self._pool(x.reshape(-1, x.shape[-1])[tokens], slots[:, None])
+        evaluate(result, "computing experts", wait=False)
+        return result
+
+    def _time(self, result: mx.array, pairs: int) -> float:
+        """How many seconds it takes to compute ``pairs``, of which ``result`` is: looked at once in a while."""
+        if self._timed % TIME_ONE_IN == 0:
+            start = perf_counter()
+            evaluate(result, "computing experts")
+            self._pair_seconds = (perf_counter() - start) / pairs
+        self._timed += 1
+        return self._pair_seconds * pairs
+
+    def _fetch(self, experts: Ids, keep: Ids, busy_until: float = 0.0) -> None:
+        """Read ``experts`` into slots; of the residents, ``keep`` stay. busy_until: when the device will be idle."""
+        pairs = self.table.reserve(experts.tolist(), keep)
+        begin = perf_counter()
+        targets = self._pool.write([slot for _, slot in pairs])
+        free = perf_counter()
+        reads = self._store.start(self.place, list(zip(experts.tolist(), targets, strict=True)))
+        reads.wait()
+        done = perf_counter()
+        self._pool.land()
+        self.table.commit(pairs)
+        self._read_seconds += 0.1 * (reads.seconds / len(pairs) - self._read_seconds)
+        traffic = self._traffic
+        traffic.bytes += reads.nbytes
+        traffic.read_seconds += reads.seconds
+        traffic.compute_seconds += free - begin
+        traffic.stall_seconds += max(0.0, done - max(free, busy_until))
+        traffic.host_seconds -= done - begin
+
+    def warm(self, experts: Ids) -> None:
+        """Read ``experts``, which are not resident and find room, before they are needed. That is no traffic of any
+        request. Raises Fault where a read fails.
+        """
+        counters, self._traffic = self._traffic, Traffic()
+        self._open = True
+        try:
+            self._fetch(experts, NOTHING)
+        finally:
+            self._traffic = counters
+            self._recover()
+
+    def shrink(self, slots: int) -> None:
+        """Have only so many slots; the experts that the eviction policy would keep stay."""
+        self._open = True
+        try:
+            moving = self.table.shrink(slots)
+            pairs = self.table.reserve(list(moving), NOTHING)
+            self._pool.shrink(slots, [(moving[expert], slot) for expert, slot in pairs])
+            self.table.commit(pairs)
+        finally:
+            self._recover()
+
+    def _recover(self) -> None:
+        """After a window that was cut short: no read may write any more, and what had not ended was not resident."""
+        self._store.drain()
+        self.table.recover()
+        self._open = False

@@ -1,0 +1,224 @@
+"""Routing over what is in memory at the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from strata_mlx import Routing, RoutingPolicy, load, set_routing
+from strata_mlx.models.moe import blocks, make_routing
+from strata_mlx.routing import LiveResidency, Residency, select_ops, verify_window
+from strata_mlx.speculation.decoder import SpeculativeDecoder
+from tests.tiny import make_checkpoint
+
+EXPERTS, TOP_K, SLOTS = 8, 2, 4
+BONUS = RoutingPolicy(30.0)  # whatever the router says, residents come right after its first choice
+
+
+@dataclass
+class Table:
+    """Of one layer, as SlotTable keeps it."""
+
+    slots: int = SLOTS
+    version: int = 0
+    resident: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(EXPERTS, np.bool_))
+
+    def hold(self, *experts: int) -> None:
+        self.resident[:] = np.isin(np.arange(EXPERTS), experts)
+        self.version += 1
+
+
+def live(table: Table, policy: RoutingPolicy = BONUS) -> Routing:
+    return Routing(policy, LiveResidency({0: table}), executor=select_ops)
+
+
+def logits(rows: int = 1, seed: int = 0) -> mx.array:
+    return mx.array(np.random.default_rng(seed).normal(size=(1, rows, EXPERTS)).astype(np.float32))
+
+
+def selected(routing: Routing, scores: mx.array) -> list[list[int]]:
+    ids, _ = routing.route(0, scores, TOP_K, True)
+    return [sorted(row) for row in np.array(ids)[0].tolist()]
+
+
+def expected(scores: mx.array, resident: set[int]) -> list[list[int]]:
+    """The router's first choice, and then the best resident one, if there is any left, or else the best."""
+    result = []
+    for row in np.array(scores)[0]:
+        order = np.argsort(-row).tolist()
+        later = [e for e in order[1:] if e in resident] or order[1:]
+        result.append(sorted([order[0], later[0]]))
+    return result
+
+
+RESIDENTS = st.sets(st.integers(0, EXPERTS - 1), min_size=SLOTS, max_size=SLOTS)
+
+
+@given(st.lists(st.one_of(st.none(), RESIDENTS), min_size=1, max_size=6))
+def test_every_window_sees_what_is_in_memory_when_it_begins(changes: list[set[int] | None]) -> None:
+    table = Table()
+    table.hold(*range(SLOTS))
+    routing, held = live(table), set(range(SLOTS))
+    for seed, change in enumerate(changes):
+        if change is not None:
+            table.hold(*change)
+            held = change
+        assert selected(routing, logits(seed=seed)) == expected(logits(seed=seed), held)
+
+
+def test_what_is_loaded_after_a_window_has_begun_does_not_reach_it() -> None:
+    """The window is computed later than it is built; a copy of the map goes into it."""
+    table = Table()
+    table.hold(0, 1, 2, 3)
+    ids, _ = live(table).route(0, logits(), TOP_K, True)
+    table.hold(4, 5, 6, 7)
+    assert [sorted(row) for row in np.array(ids)[0].tolist()] == expected(logits(), {0, 1, 2, 3})
+
+
+def test_all_rows_of_a_verify_window_see_the_same() -> None:
+    table = Table()
+    table.hold(0, 1, 2, 3)
+    with verify_window():
+        assert selected(live(table), logits(3)) == expected(logits(3), {0, 1, 2, 3})
+
+
+def test_a_cold_start_is_exact_until_the_slots_have_been_full() -> None:
+    table = Table()
+    routing, plain = live(table), selected(Routing(), logits())
+    for held in ((), (0, 1), (0, 1, 2)):
+        table.hold(*held)
+        assert selected(routing, logits()) == plain
+    table.hold(0, 1, 2, 3)
+    biased = selected(routing, logits())
+    assert biased == expected(logits(), {0, 1, 2, 3}) != plain
+    table.hold(0, 1, 2)  # a load failed; the others are as good as before
+    assert selected(routing, logits()) == biased
+
+
+@pytest.mark.parametrize(
+    ("policy", "held", "rows"),
+    [
+        (RoutingPolicy(), range(SLOTS), 1),
+        (RoutingPolicy(-1.0), range(SLOTS), 1),
+        (RoutingPolicy(2.0, protect=TOP_K), range(SLOTS), 1),
+        (BONUS, (), 1),
+        (BONUS, range(SLOTS - 1), 1),
+        (BONUS, range(EXPERTS), 1),
+        (BONUS, range(SLOTS), LiveResidency.PROMPT_ROWS + 1),
+    ],
+    ids=["no policy", "below 0", "all ranks protected", "nothing held", "not full", "everything held", "a prompt"],
+)
+def test_what_never_fires_changes_no_bit(policy: RoutingPolicy, held: range, rows: int) -> None:
+    table = Table()
+    table.hold(*held)
+    scores = logits(rows)
+    for ours, plain in zip(
+        live(table, policy).route(0, scores, TOP_K, True), Routing().route(0, scores, TOP_K, True), strict=True
+    ):
+        assert mx.array_equal(ours, plain)
+
+
+def test_the_mode_says_what_is_on() -> None:
+    routing = live(Table())
+    assert (routing.mode, str(routing)) == ("biased", f"biased, {BONUS}")
+    assert routing.to_dict()["price"]["rows"] == 0
+    assert live(Table(), RoutingPolicy()).mode == "exact"
+    nothing = Routing(BONUS, LiveResidency({}))
+    assert nothing.mode == "exact"
+    assert "no residency map" in str(nothing)
+    assert "price" not in nothing.to_dict()
+
+
+# A streaming model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("live") / "model", layout="stacked", mtp="stacked")
+
+
+def decode(model: Any, count: int = 60) -> mx.array:
+    from strata_mlx.prefill import make_cache
+
+    cache = make_cache(model)
+    return mx.concatenate([model(mx.array([[7 * i % 250]]), cache=cache) for i in range(count)])
+
+
+def test_a_streaming_model_prefers_what_its_slots_hold(folder: Path) -> None:
+    exact, streamed = load(folder)[0], load(folder, slots=3)[0]
+    set_routing(streamed, make_routing(streamed, RoutingPolicy(2.0), None))
+    assert not mx.allclose(decode(exact), decode(streamed), atol=1e-3)
+    biased = streamed.streaming.traffic()
+    set_routing(streamed, Routing())
+    assert mx.array_equal(decode(exact), decode(streamed))
+    assert 2 * biased.misses < (streamed.streaming.traffic().misses - biased.misses)
+
+
+def test_a_file_goes_over_the_slots(folder: Path, tmp_path: Path) -> None:
+    model = load(folder, slots=3)[0]
+    assert isinstance(make_routing(model, BONUS, None).residency, LiveResidency)
+    file = tmp_path / "residency.json"
+    file.write_text('{"0": [1]}')
+    assert isinstance(make_routing(model, BONUS, file).residency, Residency)
+
+
+def test_a_model_in_memory_is_exact_whatever_the_policy(folder: Path) -> None:
+    assert make_routing(load(folder)[0], BONUS, None).mode == "exact"
+
+
+def test_speculation_begins_a_request_for_the_price(folder: Path) -> None:
+    model = load(folder, slots=3, mtp=True)[0]
+    routing = make_routing(model, RoutingPolicy(1.0), None)
+    set_routing(model, routing)
+    rows = []
+    for _ in range(2):
+        for _token in SpeculativeDecoder(model, prompt=[1, 2, 3], max_tokens=4, max_steps=1):
+            pass
+        rows.append(routing.price.rows)
+    assert rows[0] == rows[1] > 4 * len(blocks(model))
+
+
+def _no_copy(self: Any, layer: int, top_k: int, rows: int) -> mx.array | None:  # noqa: ARG001
+    if layer not in self._maps:
+        self._maps[layer] = 0, mx.array(self.residency.of(layer))
+    return self._maps[layer][1]
+
+
+def _from_the_first_row(self: LiveResidency, layer: int) -> NDArray[np.bool_]:
+    return self.layers[layer].resident
+
+
+def _version_forgotten(self: LiveResidency, layer: int) -> int:  # noqa: ARG001
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "broken", "killer"),
+    [
+        (LiveResidency, "version", _version_forgotten, test_every_window_sees_what_is_in_memory_when_it_begins),
+        (Routing, "_resident", _no_copy, test_every_window_sees_what_is_in_memory_when_it_begins),
+        (LiveResidency, "of", _from_the_first_row, test_a_cold_start_is_exact_until_the_slots_have_been_full),
+    ],
+    ids=["version forgotten", "the first map for ever", "biased from the first row on"],
+)
+def test_the_properties_kill_the_mutant(
+    target: type,
+    name: str,
+    broken: Any,
+    killer: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Any,
+) -> None:
+    monkeypatch.setattr(target, name, broken)
+    with pytest.raises(AssertionError):
+        killer()
+    record_property("killed_by", killer.__name__)
