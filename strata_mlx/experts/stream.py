@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DECODE_ROWS = 16  # a window of more rows is a prompt's
 SPLIT_SECONDS = 1e-3  # of reading, from which on it pays to compute with the resident experts apart
-PROMPT_SHARE = 0.5  # of the slots, which the waves of a prompt go through; what is in the others stays
+STAYING_SHARE = 0.75  # of the slots, at most, that hold experts which stay while others go through in waves
 AHEAD_SHARE = 0.7  # of the experts per token, that are read before the router has chosen, if they are likely
 TIME_ONE_IN = 64  # computations that reads overlap, to know which reads the device had to wait for
 NOTHING: Ids = np.zeros(0, np.intp)
@@ -160,7 +160,7 @@ class StreamedExperts(nn.Module):
                 return self._in_groups(x, chosen, *self._waves(chosen, missing))
             slow = len(missing) * self._read_seconds > SPLIT_SECONDS
             if slow and self._pool.splits and len(missing) < len(needed):
-                return self._in_groups(x, chosen, [missing], needed)
+                return self._in_groups(x, chosen, missing, needed)
             self._fetch(missing, needed)
             slots = table.slot_of[chosen]
         if promise is None:
@@ -168,33 +168,37 @@ class StreamedExperts(nn.Module):
         promise.fulfil(slots)
         return promise.outputs
 
-    def _waves(self, chosen: Ids, missing: Ids) -> tuple[list[Ids], Ids]:
-        """The missing experts of a window that needs more than there are slots, a wave at a time, and the residents
-        that stay.
+    def _waves(self, chosen: Ids, missing: Ids) -> tuple[Ids, Ids]:
+        """For a window that needs more experts than there are slots: the missing ones in the order in which they are to
+        be read, and the residents that stay meanwhile.
 
-        Two waves fit into the slots that they use, so that one is read while the one before computes.
+        What the window uses most is in memory afterwards: such residents stay, and of the missing ones, such come last.
+        """
+        uses = np.bincount(chosen.ravel(), minlength=self.table.slot_of.size)
+        first = uses.argsort(kind="stable")[::-1][: int(STAYING_SHARE * self.table.room(NOTHING))]
+        return missing[uses[missing].argsort(kind="stable")], first[self.table.resident[first]]
+
+    def _in_groups(self, x: mx.array, chosen: Ids, missing: Ids, staying: Ids) -> mx.array:
+        """Compute with what is resident while the missing experts are read, in waves if there is no room for all.
+
+        Two waves fit into the slots of those that do not stay, so that one is read while the one before computes.
         """
         table = self.table
-        slots = table.room(NOTHING)
-        if chosen.size > DECODE_ROWS * chosen.shape[-1]:
-            slots = max(1, round(slots * PROMPT_SHARE))
-        size = max(1, slots // 2)
-        uses = np.bincount(chosen.ravel(), minlength=table.slot_of.size)
-        order = missing[uses[missing].argsort(kind="stable")]  # the last ones stay
-        return [order[i : i + size] for i in range(0, len(order), size)], table.staying(slots)
-
-    def _in_groups(self, x: mx.array, chosen: Ids, waves: list[Ids], staying: Ids) -> mx.array:
-        """Compute with what is resident while the first wave is read, and with each wave while the next one is."""
-        table = self.table
         flat, results, entries = chosen.ravel(), [], []
+        half = max(1, table.room(staying) // 2)
         group, before = table.resident[flat].nonzero()[0], NOTHING
         busy_until = 0.0
-        for wave in waves:
+        while len(missing):
             if len(group):
                 results.append(self._pairs(x, flat, group, chosen.shape))
                 entries.append(group)
                 busy_until = max(busy_until, perf_counter()) + self._time(results[-1], len(group))
-            self._fetch(wave, np.concatenate([staying, before]), busy_until)
+            keep = np.concatenate([staying, before])
+            if not (room := table.room(keep)):  # for a single wave only: the one before has to be computed first
+                keep, room = staying, table.room(staying)
+            count = len(missing) if len(missing) <= room else min(half, room)
+            wave, missing = missing[:count], missing[count:]
+            self._fetch(wave, keep, busy_until)
             member = np.zeros(table.slot_of.size, np.bool_)
             member[wave] = True
             group, before = member[flat].nonzero()[0], wave

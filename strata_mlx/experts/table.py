@@ -51,13 +51,6 @@ class SlotTable:
         """How many experts reserve() could find slots for."""
         return self.free + len(self._candidates(keep))
 
-    def staying(self, slots: int) -> Ids:
-        """The residents that remain when ``slots`` of the slots, at most room(), are to be used for others."""
-        gone = np.zeros(self.resident.size, np.bool_)
-        if (count := slots - self.free) > 0:
-            gone[self.eviction.victims(self._candidates(_NONE), count)] = True
-        return (self.resident & ~gone).nonzero()[0]
-
     def rank(self, count: int) -> None:
         """Have the eviction policy choose the ``count`` experts that would leave first, so that reserve() is quick."""
         if self._ranked_at != self.version and not self._free:
