@@ -22,10 +22,8 @@ experts = st.sets(st.integers(0, EXPERTS - 1))
 class Histories(RuleBasedStateMachine):
     """Reservations that end well or do not, against a dictionary."""
 
-    @initialize(
-        slots=st.integers(1, EXPERTS), pinned=experts, policy=st.sampled_from(["lru", "frequency"]), data=st.data()
-    )
-    def begin(self, slots: int, pinned: set[int], policy: str, data: st.DataObject) -> None:
+    @initialize(slots=st.integers(1, EXPERTS), pinned=experts, policy=st.sampled_from(["lru", "frequency"]))
+    def begin(self, slots: int, pinned: set[int], policy: str) -> None:
         self.pinned = set(sorted(pinned)[: slots - 1])
         self.table = SlotTable(EXPERTS, slots, make_eviction(policy, EXPERTS), self.pinned)
         self.slots, self.held = slots, dict[int, int]()  # by expert
