@@ -1,4 +1,4 @@
-"""Convert a checkpoint to the MLX layout, one layer at a time.
+"""Convert a checkpoint to the MLX layout, or to the packed one, one layer at a time.
 
 The result appears under its name only when it is complete. Until then it is built in ``NAME.partial``, where finished
 files survive an interruption: the same conversion, started again, goes on after them.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from tqdm import tqdm
 from .._version import __version__
 from ..errors import CheckpointError, Fault, InputError, in_one_line
 from .checkpoint import INDEX, MTP_FILE, TensorReader, read_json
+from .pack import moe_of, padding, write_packed
 from .precision import Precision, PrecisionPlan
 from .safetensors import FLOATING, read_header
 
@@ -35,12 +37,16 @@ _DTYPE_NAMES = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "flo
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to do: ``precision`` None leaves quantised weights as they are; ``dtype`` None leaves floating ones so."""
+    """What to do: ``precision`` None leaves quantised weights as they are; ``dtype`` None leaves floating ones so.
+
+    pack: write the packed layout (pack.py), which streams with one read per expert.
+    """
 
     plan: ModelPlan
     precision: PrecisionPlan | None = None
     dequantise: bool = False
     dtype: mx.Dtype | None = None
+    pack: bool = False
     modules: dict[str, nn.Module] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,6 +58,8 @@ class Conversion:
             raise InputError(f"{self.plan.checkpoint.path} is quantised already; dequantise it first (-d)")
         if self.dequantise and not quantised:
             raise InputError(f"{self.plan.checkpoint.path} is not quantised, so there is nothing to dequantise")
+        if self.pack and self.plan.args.num_experts == 1:
+            raise InputError(f"{self.plan.checkpoint.path} has one expert per layer, so there is nothing to pack")
         if self.precision:  # find a wrong part or a group size that does not divide before anything is written
             self.precision.check_parts(path for path in self.modules if hasattr(self.modules[path], "to_quantized"))
             for path in self.modules:
@@ -73,7 +81,14 @@ class Conversion:
 
     def nbytes(self, parameters: list[str]) -> int:
         """Bytes of what ``parameters`` become."""
-        return sum(map(self._nbytes, parameters))
+        return sum(map(self._nbytes, parameters)) + (self._padding(parameters) if self.pack else 0)
+
+    def _padding(self, parameters: list[str]) -> int:
+        number, layers = self.plan.args.num_experts, Counter[str]()
+        for parameter in parameters:
+            if moe := moe_of(parameter):
+                layers[moe] += self._nbytes(parameter)
+        return sum(number * padding(nbytes // number) for nbytes in layers.values())
 
     def _nbytes(self, parameter: str) -> int:
         path, _, kind = parameter.rpartition(".")
@@ -162,7 +177,7 @@ class Conversion:
         """What decides the result; finished files of an interrupted conversion are kept only if theirs was the same."""
         files = sorted({entry.file for entry in self.plan.checkpoint.tensors.values()})
         stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        options = {"dtype": str(self.dtype), "dequantise": self.dequantise}
+        options = {"dtype": str(self.dtype), "dequantise": self.dequantise, "pack": self.pack}
         return {"version": __version__, "source": stats, "config": self.config(), **options}
 
     def largest_layer(self) -> int:
@@ -195,7 +210,7 @@ def convert(conversion: Conversion, target: Path, progress: bool = True) -> Path
                 if _is_finished(staging / name):
                     bar.update(len(parameters))
                 else:
-                    _write_shard(staging / name, conversion.tensors(parameters, read), bar.update)
+                    _write_shard(staging / name, conversion.tensors(parameters, read), conversion.pack, bar.update)
                 weight_map.update(dict.fromkeys(read_header(staging / name), name))
         _write_rest(conversion, staging, {name: file for name, file in weight_map.items() if file != MTP_FILE})
         os.replace(staging, target)
@@ -237,13 +252,17 @@ def _is_finished(file: Path) -> bool:
         return False
 
 
-def _write_shard(path: Path, tensors: Iterator[dict[str, mx.array]], advance: Callable[[], Any]) -> None:
+def _write_shard(path: Path, tensors: Iterator[dict[str, mx.array]], pack: bool, advance: Callable[[], Any]) -> None:
     arrays = {}
     for made in tensors:
         arrays.update(made)
         advance()
     unfinished = path.with_name(f"unfinished-{path.name}")
-    mx.save_safetensors(str(unfinished), arrays, metadata={"format": "mlx"})
+    if pack:
+        with open(unfinished, "wb") as file:
+            write_packed(file, arrays)
+    else:
+        mx.save_safetensors(str(unfinished), arrays, metadata={"format": "mlx"})
     read_header(unfinished)  # a short write is found now, not at the next load
     os.replace(unfinished, path)
 

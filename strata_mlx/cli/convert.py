@@ -4,7 +4,8 @@
     strata_mlx convert --model FOLDER --mlx-path OUT -q --q-bits 4 --q-part experts.down_proj=5:32 --q-part lm_head=8
 
 mlx_lm can load the result; the MTP head goes to mtp.safetensors, which mlx_lm leaves alone. An interrupted conversion
-goes on when it is started again.
+goes on when it is started again. With --pack, each expert's tensors lie together at the start of a page, so that
+streaming needs one read per expert; such a folder is for strata_mlx alone.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-d", "--dequantize", action="store_true", help="turn a quantised checkpoint into an unquantised one"
     )
+    parser.add_argument(
+        "--pack", action="store_true", help="store each expert as one record, to be streamed with one read"
+    )
     parser.add_argument("--dry-run", action="store_true", help="show what would be written, and write nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object, and no progress bar")
     for option, reason in {
@@ -76,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     from ..models.plan import plan_model
 
     plan = plan_model(Checkpoint.open(find_model(args.model, revision=args.revision)))
-    conversion = Conversion(plan, _precision(args), args.dequantize, DTYPES.get(args.dtype))
+    conversion = Conversion(plan, _precision(args), args.dequantize, DTYPES.get(args.dtype), args.pack)
     files = {name: conversion.nbytes(parameters) for name, parameters in conversion.files().items()}
     report: dict[str, Any] = {"path": str(args.mlx_path), "files": files, "bytes": sum(files.values())}
     started()

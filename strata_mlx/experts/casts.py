@@ -21,37 +21,55 @@ STORED: dict[str, tuple[type[np.generic], mx.Dtype]] = {
     "F32": (np.float32, mx.float32),
 }
 _NUMPY = {dtype: kind for kind, dtype in STORED.values()}
+_SHIFT = np.array(16, np.uint32)
+_TOGETHER = 1 << 14  # elements: below, calls cost more than the second copy
 
 
 class Caster:
-    """Memory in which fields of one stored type are cast together: one call casts all, so that small ones cost little.
-
-    stored: by field, where to read it to. cast: by field, where it is after run().
-    """
+    """Memory to read fields of one stored type into, and their cast. stored: by field, that memory."""
 
     def __init__(self, stored: mx.Dtype, wanted: mx.Dtype, shapes: Sequence[tuple[int, ...]]):
         sizes = [int(np.prod(shape)) for shape in shapes]
         self._source = np.empty(sum(sizes), _NUMPY[stored])
-        if (stored, wanted) == (mx.bfloat16, mx.float32):
-            # The upper halves of float32 are bfloat16, so that a copy between zeros is the cast.
+        self.stored = _split(self._source, shapes)
+        self._cast = _CASTS.get((stored, wanted), np.copyto)
+        self._small = len(self._source) < _TOGETHER
+        if self._small and (stored, wanted) == (mx.bfloat16, mx.float32):
+            # The upper half of a float32 is a bfloat16, so that a copy to between zeros is the cast.
             halves = np.zeros((len(self._source), 2), np.uint16)
-            self._cast, self._target, made = np.copyto, halves[:, 1], halves.view(np.float32)[:, 0]
-        else:
-            self._cast = _CASTS.get((stored, wanted), np.copyto)
-            made = self._target = np.empty(len(self._source), _NUMPY[wanted])
-        ends = np.cumsum(sizes)[:-1]
-        self.stored = [part.reshape(shape) for part, shape in zip(np.split(self._source, ends), shapes, strict=True)]
-        self.cast = [part.reshape(shape) for part, shape in zip(np.split(made, ends), shapes, strict=True)]
+            self._cast, self._target = np.copyto, halves[:, 1]
+            self._made = _split(halves.view(np.float32)[:, 0], shapes)
+        elif self._small:
+            self._target = np.empty(len(self._source), _NUMPY[wanted])
+            self._made = _split(self._target, shapes)
 
-    def run(self) -> None:
-        self._cast(self._target, self._source)
+    def deliver(self, into: Sequence[NDArray[Any]]) -> None:
+        """Cast what was read into ``stored`` and write it to ``into``."""
+        if self._small:
+            self._cast(self._target, self._source)
+            for array, made in zip(into, self._made, strict=True):
+                array[...] = made
+        else:
+            for array, source in zip(into, self.stored, strict=True):
+                self._cast(array, source)
+
+
+def _split(flat: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:
+    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
+    return [part.reshape(shape) for part, shape in zip(np.split(flat, ends), shapes, strict=True)]
+
+
+def _to_float32(into: NDArray[Any], source: NDArray[Any]) -> None:
+    bits = into.view(np.uint32)
+    np.copyto(bits, source)
+    np.left_shift(bits, _SHIFT, bits)
 
 
 def _to_bfloat16(into: NDArray[Any], source: NDArray[Any]) -> None:
     """Round to the nearest, to even on a tie; NaN becomes the one that MLX writes."""
     wide = source.astype(np.float32, copy=False)
     bits = wide.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> _SHIFT) & np.uint32(1))) >> _SHIFT
     into[...] = np.where(np.isnan(wide), np.uint32(0x7FC0), rounded)
 
 
@@ -61,10 +79,13 @@ def _to_float16(into: NDArray[Any], source: NDArray[Any]) -> None:
 
 
 def _bfloat16_to_float16(into: NDArray[Any], source: NDArray[Any]) -> None:
-    _to_float16(into, (source.astype(np.uint32) << np.uint32(16)).view(np.float32))
+    wide = np.empty(source.shape, np.float32)
+    _to_float32(wide, source)
+    _to_float16(into, wide)
 
 
 _CASTS: dict[tuple[mx.Dtype, mx.Dtype], Callable[[NDArray[Any], NDArray[Any]], None]] = {
+    (mx.bfloat16, mx.float32): _to_float32,
     (mx.float32, mx.bfloat16): _to_bfloat16,
     (mx.float16, mx.bfloat16): _to_bfloat16,
     (mx.float32, mx.float16): _to_float16,

@@ -73,10 +73,12 @@ class Reads:
                 if not (job := self._next()):
                     return
                 self._running += 1
-            self._do(job)
-            with self._changed:
-                self._running -= 1
-                self._changed.notify_all()
+            try:
+                self._do(job)
+            finally:
+                with self._changed:
+                    self._running -= 1
+                    self._changed.notify_all()
 
     def _next(self) -> Job | None:
         try:

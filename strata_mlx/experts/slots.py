@@ -37,6 +37,9 @@ class SlotPool(Protocol):
     def __call__(self, x: mx.array, slots: NDArray[np.int32]) -> mx.array:
         """Apply the experts in ``slots [..., K]`` to ``x [..., D]``, lazily: ``[..., K, D]``."""
 
+    def promise(self, x: mx.array, shape: tuple[int, ...]) -> Promise | None:
+        """A call as above whose slots, of ``shape``, are told later; None where the device does not allow that."""
+
     def write(self, slots: Sequence[int]) -> list[Targets]:
         """Where the experts for ``slots`` are to be written: one array per field and slot, bfloat16 as uint16.
 
@@ -67,6 +70,20 @@ class _Readers:
             self._pending = [] if slots is None else [entry for entry in self._pending if entry[1].isdisjoint(slots)]
 
 
+class Promise:
+    """outputs: of a call of a SlotPool, ``[..., K, D]``, lazily. They must not be computed before fulfil()."""
+
+    def __init__(self, experts: nn.Module, x: mx.array, shape: tuple[int, ...], readers: _Readers):
+        self._indices = mx.array(np.zeros(shape, np.uint32))
+        self.outputs: mx.array = experts(x, self._indices)
+        self._readers = readers
+
+    def fulfil(self, slots: NDArray[np.int32]) -> None:
+        """Tell the slots."""
+        np.array(self._indices, copy=False)[...] = slots
+        self._readers.add(self.outputs, slots)
+
+
 class UnifiedSlots:
     """Slots in memory that host and device share (CPU, Metal): the host writes straight into MLX's buffers.
 
@@ -79,16 +96,24 @@ class UnifiedSlots:
         self._arrays = [_page_aligned(field, count) for field in fields]
         self._views = [_view(array) for array in self._arrays]
         self._experts = _with_parameters(experts, fields, self._arrays)
+        self._targets: list[Targets | None] = [None] * count  # by slot, made when first written
         self._readers = _Readers()
 
     def __call__(self, x: mx.array, slots: NDArray[np.int32]) -> mx.array:
-        result = self._experts(x, mx.array(slots))
+        result = self._experts(x, mx.array(slots.view(np.uint32)))
         self._readers.add(result, slots)
         return result
 
+    def promise(self, x: mx.array, shape: tuple[int, ...]) -> Promise:
+        return Promise(self._experts, x, shape, self._readers)
+
     def write(self, slots: Sequence[int]) -> list[Targets]:
         self._readers.settle(slots)
-        return [[view[slot] for view in self._views] for slot in slots]
+        return [self._targets[slot] or self._target(slot) for slot in slots]
+
+    def _target(self, slot: int) -> Targets:
+        target = self._targets[slot] = [view[slot] for view in self._views]
+        return target
 
     def land(self) -> None:
         """Nothing is left to do."""
@@ -114,9 +139,12 @@ class StagedSlots:
         self._staged: list[int] = []  # the slots that these are for
 
     def __call__(self, x: mx.array, slots: NDArray[np.int32]) -> mx.array:
-        result = self._experts(x, mx.array(slots))
+        result = self._experts(x, mx.array(slots.view(np.uint32)))
         self._readers.add(result, slots)
         return result
+
+    def promise(self, x: mx.array, shape: tuple[int, ...]) -> None:
+        """Telling the slots later would be such a host write."""
 
     def write(self, slots: Sequence[int]) -> list[Targets]:
         if not self._staging or len(slots) > len(self._staging[0]):

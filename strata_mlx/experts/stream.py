@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from numpy.typing import NDArray
 
 from ..device import evaluate
 from .eviction import Ids
-from .slots import SlotPool
+from .slots import Promise, SlotPool
 from .table import SlotTable
 from .traffic import Traffic
 
 if TYPE_CHECKING:
-    from .reads import Reads
     from .store import ExpertStore
 
 DECODE_ROWS = 16  # a window of more rows is a prompt's
+SPLIT_SECONDS = 3e-4  # of reading, from which on it pays to compute with the resident experts apart
 PROMPT_SHARE = 0.5  # of the slots, which the waves of a prompt go through; what is in the others stays
+TIME_ONE_IN = 64  # computations that reads overlap, to know which reads the device had to wait for
 NOTHING: Ids = np.zeros(0, np.intp)
 
 
@@ -36,62 +37,81 @@ class StreamedExperts(nn.Module):
         self.table = table
         self.place = place
         self._pool, self._store, self._traffic = pool, store, traffic
-        self._reads: Reads | None = None  # while it is not sure that they have ended
+        self._read_seconds = 0.0  # for an expert, a moving average
+        self._pair_seconds, self._timed = 0.0, 0
         self._open = False  # while the table is between two consistent states
 
-    def __call__(self, x: mx.array, ids: mx.array, meanwhile: mx.array | None = None) -> mx.array:
-        """Apply the experts ``ids`` uint32 ``[B, T, K]`` to ``x [B, T, D]``: ``[B, T, K, D]``, by rank.
+    def __call__(
+        self, x: mx.array, ids: mx.array, mix: Callable[[mx.array], mx.array], meanwhile: mx.array | None = None
+    ) -> mx.array:
+        """Apply the experts ``ids`` uint32 ``[B, T, K]`` to ``x [B, T, D]`` and return ``mix(outputs)``, on its way.
 
-        meanwhile: what the device is to compute next, while the host waits for the ids and for reads.
+        mix: what follows on the experts' outputs ``[B, T, K, D]``, by rank. meanwhile: what the device is to compute
+        next, while the host waits for the ids and for reads.
         Raises Fault where a read fails; nothing is lost by that but this window.
         """
         start = perf_counter()
+        if self._open:
+            self._recover()
         evaluate(ids, "choosing experts", wait=False)
         if meanwhile is not None:
             evaluate(meanwhile, "computing the shared expert", wait=False)
-        launched = perf_counter()
+        # Until the ids are there, the host does all that does not need them.
+        few = ids.size <= DECODE_ROWS * ids.shape[-1]
+        promise = self._pool.promise(x, ids.shape) if few else None
+        result = mix(promise.outputs) if promise else None
+        self._pool.settle()
+        self.table.rank(2 * ids.shape[-1])
         evaluate(ids, "choosing experts")
-        chosen = np.array(ids)
         known = perf_counter()
-        if self._open:
-            self._recover()
+        chosen = np.array(ids).astype(np.intp)
         self._open = True
         try:
-            result = self._apply(x, chosen)
+            outputs = self._apply(x, chosen, promise)
         except BaseException:
             self._recover()
             raise
         self._open = False
-        self._traffic.compute_seconds += known - launched
-        self._traffic.host_seconds += launched - start + perf_counter() - known
+        if promise is None or result is None or outputs is not promise.outputs:
+            result = mix(outputs)
+        evaluate(result, "computing experts", wait=False)
+        self.table.used(chosen.reshape(-1, chosen.shape[-1]), not few)
+        if not few:  # results of many rows are not kept until the next window
+            self._pool.settle()
+        self._traffic.compute_seconds += known - start
+        self._traffic.host_seconds += perf_counter() - known
         return result
 
-    def _apply(self, x: mx.array, chosen: NDArray[np.uint32]) -> mx.array:
+    def _apply(self, x: mx.array, chosen: Ids, promise: Promise | None) -> mx.array:
+        """The outputs by rank: those of ``promise``, if it can be fulfilled."""
         traffic, table = self._traffic, self.table
-        self._pool.settle()  # without a wait: what came before the ids is computed
-        rows = chosen.reshape(-1, chosen.shape[-1])
-        prompt = len(rows) > DECODE_ROWS
+        slots = table.slot_of[chosen]
+        if chosen.size == chosen.shape[-1]:
+            needed = chosen.reshape(-1)
+            missing = needed[slots.reshape(-1) < 0]
+        else:
+            mask = np.zeros(table.slot_of.size, np.bool_)
+            mask[chosen] = True
+            needed = mask.nonzero()[0]
+            missing = needed[table.slot_of[needed] < 0]
         traffic.windows += 1
         traffic.picks += chosen.size
-        table.used(rows, prompt)
-        slots = table.slot_of[chosen]
-        needed = np.zeros(table.slot_of.size, np.bool_)
-        needed[chosen] = True
-        missing = (needed & ~table.resident).nonzero()[0]
-        experts = needed.nonzero()[0]
-        traffic.hits += len(experts) - len(missing)
+        traffic.hits += len(needed) - len(missing)
         traffic.misses += len(missing)
-        if not len(missing):
-            result = self._pool(x, slots)
-        elif len(missing) <= table.room(experts):
-            result = self._in_groups(x, chosen, [missing], experts)
-        else:
-            result = self._in_groups(x, chosen, *self._waves(chosen, missing, prompt))
-        if prompt:  # results of many rows are not kept until the next window
-            self._pool.settle()
-        return result
+        if len(missing):
+            if len(missing) > table.room(needed):
+                return self._in_groups(x, chosen, *self._waves(chosen, missing))
+            slow = len(missing) * self._read_seconds > SPLIT_SECONDS
+            if slow and self._pool.splits and len(missing) < len(needed):
+                return self._in_groups(x, chosen, [missing], needed)
+            self._fetch(missing, needed)
+            slots = table.slot_of[chosen]
+        if promise is None:
+            return self._pool(x, slots)
+        promise.fulfil(slots)
+        return promise.outputs
 
-    def _waves(self, chosen: NDArray[np.uint32], missing: Ids, prompt: bool) -> tuple[list[Ids], Ids]:
+    def _waves(self, chosen: Ids, missing: Ids) -> tuple[list[Ids], Ids]:
         """The missing experts of a window that needs more than there are slots, a wave at a time, and the residents
         that stay.
 
@@ -99,28 +119,28 @@ class StreamedExperts(nn.Module):
         """
         table = self.table
         slots = table.room(NOTHING)
-        if prompt:
+        if chosen.size > DECODE_ROWS * chosen.shape[-1]:
             slots = max(1, round(slots * PROMPT_SHARE))
         size = max(1, slots // 2)
         uses = np.bincount(chosen.ravel(), minlength=table.slot_of.size)
         order = missing[uses[missing].argsort(kind="stable")]  # the last ones stay
         return [order[i : i + size] for i in range(0, len(order), size)], table.staying(slots)
 
-    def _in_groups(self, x: mx.array, chosen: NDArray[np.uint32], waves: list[Ids], staying: Ids) -> mx.array:
+    def _in_groups(self, x: mx.array, chosen: Ids, waves: list[Ids], staying: Ids) -> mx.array:
         """Compute with what is resident while the first wave is read, and with each wave while the next one is."""
-        table, pool = self.table, self._pool
+        table = self.table
         flat, results, entries = chosen.ravel(), [], []
         group, before = table.resident[flat].nonzero()[0], NOTHING
+        busy_until = 0.0
         for wave in waves:
-            if len(group) and (pool.splits or len(waves) > 1):
+            if len(group):
                 results.append(self._pairs(x, flat, group, chosen.shape))
                 entries.append(group)
-            self._fetch(wave, np.concatenate([staying, before]))
+                busy_until = max(busy_until, perf_counter()) + self._time(results[-1], len(group))
+            self._fetch(wave, np.concatenate([staying, before]), busy_until)
             member = np.zeros(table.slot_of.size, np.bool_)
             member[wave] = True
             group, before = member[flat].nonzero()[0], wave
-        if not results:
-            return pool(x, table.slot_of[chosen])
         results.append(self._pairs(x, flat, group, chosen.shape))
         entries.append(group)
         axis = -2 if len(flat) == chosen.shape[-1] else 0
@@ -129,7 +149,7 @@ class StreamedExperts(nn.Module):
         ordered = mx.take(mx.concatenate(results, axis), mx.array(rank), axis)
         return ordered.reshape(*chosen.shape, ordered.shape[-1])
 
-    def _pairs(self, x: mx.array, flat: NDArray[np.uint32], entries: Ids, shape: tuple[int, ...]) -> mx.array:
+    def _pairs(self, x: mx.array, flat: Ids, entries: Ids, shape: tuple[int, ...]) -> mx.array:
         """Begin to compute the pairs ``token * K + rank``: ``[..., N, D]`` of one token, ``[N, 1, D]`` of several."""
         slots = self.table.slot_of[flat[entries]]
         if flat.size == shape[-1]:
@@ -140,29 +160,36 @@ class StreamedExperts(nn.Module):
         evaluate(result, "computing experts", wait=False)
         return result
 
-    def _fetch(self, experts: Ids, keep: Ids) -> None:
-        """Read ``experts`` into slots; of the residents, ``keep`` stay."""
+    def _time(self, result: mx.array, pairs: int) -> float:
+        """How many seconds it takes to compute ``pairs``, of which ``result`` is: looked at once in a while."""
+        if self._timed % TIME_ONE_IN == 0:
+            start = perf_counter()
+            evaluate(result, "computing experts")
+            self._pair_seconds = (perf_counter() - start) / pairs
+        self._timed += 1
+        return self._pair_seconds * pairs
+
+    def _fetch(self, experts: Ids, keep: Ids, busy_until: float = 0.0) -> None:
+        """Read ``experts`` into slots; of the residents, ``keep`` stay. busy_until: when the device runs out of work."""
         pairs = self.table.reserve(experts.tolist(), keep)
         begin = perf_counter()
         targets = self._pool.write([slot for _, slot in pairs])
         free = perf_counter()
-        self._reads = reads = self._store.start(self.place, list(zip(experts.tolist(), targets, strict=True)))
+        reads = self._store.start(self.place, list(zip(experts.tolist(), targets, strict=True)))
         reads.wait()
-        self._reads = None
         done = perf_counter()
         self._pool.land()
         self.table.commit(pairs)
+        self._read_seconds += 0.1 * (reads.seconds / len(pairs) - self._read_seconds)
         traffic = self._traffic
         traffic.bytes += reads.nbytes
         traffic.read_seconds += reads.seconds
         traffic.compute_seconds += free - begin
-        traffic.stall_seconds += done - free
+        traffic.stall_seconds += max(0.0, done - max(free, busy_until))
         traffic.host_seconds -= done - begin
 
     def _recover(self) -> None:
         """After a window that was cut short: no read may write any more, and what had not ended was not resident."""
-        if self._reads:
-            self._reads.drain()
-            self._reads = None
+        self._store.drain()
         self.table.recover()
         self._open = False

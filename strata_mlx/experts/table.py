@@ -32,6 +32,8 @@ class SlotTable:
         self._evictable[list(pinned)] = False
         self._free = list(range(slots))[::-1]
         self._reserved: dict[int, int] = {}  # by slot, the expert
+        self._ranked: list[int] = []  # first to leave, of the ``version``:
+        self._ranked_at = -1
 
     @property
     def free(self) -> int:
@@ -49,6 +51,13 @@ class SlotTable:
             gone[self.eviction.victims(self._candidates(_NONE), count)] = True
         return (self.resident & ~gone).nonzero()[0]
 
+    def rank(self, count: int) -> None:
+        """Have the eviction policy choose the ``count`` experts that would leave first, so that reserve() is quick."""
+        if self._ranked_at != self.version and not self._free:
+            candidates = self._candidates(_NONE)
+            self._ranked = self.eviction.victims(candidates, min(count, len(candidates))).tolist()
+            self._ranked_at = self.version
+
     def reserve(self, experts: Sequence[int], keep: Ids) -> list[tuple[int, int]]:
         """Find a slot for each of ``experts``, which are neither resident nor reserved, and return (expert, slot).
 
@@ -57,10 +66,7 @@ class SlotTable:
         """
         lacking = len(experts) - len(self._free)
         if lacking > 0:
-            candidates = self._candidates(keep)
-            if len(candidates) < lacking:
-                raise ValueError(f"{len(experts)} experts need slots, but only {self.free + len(candidates)} can go")
-            victims = self.eviction.victims(candidates, lacking)
+            victims = self._victims(lacking, keep)
             self._free.extend(self.slot_of[victims].tolist())
             self.slot_of[victims] = -1
             self.resident[victims] = False
@@ -89,6 +95,16 @@ class SlotTable:
     def used(self, ids: Ids, prefill: bool) -> None:
         """Tell the eviction policy what the rows of a window selected, ``[T, K]``."""
         self.eviction.used(ids, prefill)
+
+    def _victims(self, count: int, keep: Ids) -> list[int]:
+        if self._ranked_at == self.version:
+            kept = set(keep.tolist())
+            if len(first := [expert for expert in self._ranked if expert not in kept][:count]) == count:
+                return first
+        candidates = self._candidates(keep)
+        if len(candidates) < count:
+            raise ValueError(f"{count} resident experts would have to go, but only {len(candidates)} can")
+        return self.eviction.victims(candidates, count).tolist()
 
     def _candidates(self, keep: Ids) -> NDArray[np.intp]:
         leaving = self.resident & self._evictable

@@ -68,14 +68,17 @@ class Family:
 
 
 def _expert_recipe(moe: str, projection: str, kind: str, present: Container[str], experts: int) -> Recipe | None:
-    """Separate experts (``experts.N.gate_proj.weight``) or fused ones (``experts.gate_up_proj``), if they are there."""
-    if f"{moe}.experts.0.{projection}.{kind}" in present:
-        separate = []
-        for expert in range(experts):
-            separate.append(f"{moe}.experts.{expert}.{projection}.{kind}")
-            if separate[-1] not in present:
-                raise KeyError(separate[-1])
-        return Recipe(tuple(separate))
+    """Separate experts (``experts.N.gate_proj.weight``, packed ``switch_mlp.N.gate_proj.weight``) or fused ones
+    (``experts.gate_up_proj``), if they are there.
+    """
+    for parent in ("experts", "switch_mlp"):
+        if f"{moe}.{parent}.0.{projection}.{kind}" in present:
+            separate = []
+            for expert in range(experts):
+                separate.append(f"{moe}.{parent}.{expert}.{projection}.{kind}")
+                if separate[-1] not in present:
+                    raise KeyError(separate[-1])
+            return Recipe(tuple(separate))
     half = {"gate_proj": 0, "up_proj": 1}.get(projection)
     fused = f"{moe}.experts.{projection if half is None else 'gate_up_proj'}"
     return Recipe((fused,), half=half) if kind == "weight" and fused in present else None

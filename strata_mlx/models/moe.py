@@ -8,7 +8,6 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..device import evaluate
 from ..experts.stream import StreamedExperts
 from ..routing import Residency, Routing, RoutingPolicy
 from .family import text_args
@@ -35,16 +34,14 @@ class MoEBlock(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         ids, weights = self.routing.route(self.layer, self.gate(x), self.top_k, self.norm_topk_prob)
         shared = mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x) if "shared_expert" in self else None
-        if streamed := isinstance(self.switch_mlp, StreamedExperts):
-            outputs = self.switch_mlp(x, ids, shared)
-        else:
-            outputs = self.switch_mlp(x, ids)
-        y = (outputs * weights[..., None]).sum(axis=-2).astype(x.dtype)
-        if shared is not None:
-            y = y + shared
-        if streamed:  # the device need not wait until the host has come to the next layer
-            evaluate(y, "computing experts", wait=False)
-        return y
+
+        def mix(outputs: mx.array) -> mx.array:  # [B, T, K, D]
+            y = (outputs * weights[..., None]).sum(axis=-2).astype(x.dtype)
+            return y if shared is None else y + shared
+
+        if isinstance(self.switch_mlp, StreamedExperts):
+            return self.switch_mlp(x, ids, mix, shared)
+        return mix(self.switch_mlp(x, ids))
 
 
 def take_over(layers: Sequence[nn.Module], first: int = 0) -> None:

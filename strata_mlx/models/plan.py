@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..checkpoint import Checkpoint, Recipe, TensorEntry
+from ..checkpoint.pack import PADDING
 from ..checkpoint.precision import AFFINE_BITS, AFFINE_GROUP_SIZES, DEFAULTS
 from ..checkpoint.safetensors import FLOATING
 from ..errors import CheckpointError, in_one_line
@@ -168,7 +169,7 @@ class _Planner:
 
     def check_surplus(self, recipes: dict[str, Recipe], mtp: bool) -> None:
         used = {name for recipe in recipes.values() for name in recipe.sources}
-        ignored = (*self.family.ignored, *(() if mtp else ("mtp.",)))
+        ignored = (PADDING, *self.family.ignored, *(() if mtp else ("mtp.",)))
         for stored, entry in self.checkpoint.tensors.items():
             name = _own_name(stored)
             head = self.tied and name.endswith("lm_head.weight")

@@ -38,7 +38,7 @@ def describe(plan: ModelPlan, context: int) -> dict[str, Any]:
     return {
         "path": str(plan.checkpoint.path),
         "family": plan.family.model_type,
-        "layout": "Hugging Face" if any(".mlp.experts." in name for name in plan.checkpoint.tensors) else "MLX",
+        "layout": _layout(plan),
         "layers": {
             "count": len(layers),
             "kinds": {
@@ -65,6 +65,13 @@ def describe(plan: ModelPlan, context: int) -> dict[str, Any]:
             **_cache_bytes(plan, context),
         },
     }
+
+
+def _layout(plan: ModelPlan) -> str:
+    if any(".mlp.experts." in name for name in plan.checkpoint.tensors):
+        return "Hugging Face"
+    separate = any(".switch_mlp." in name and len(recipe.sources) > 1 for name, recipe in plan.recipes.items())
+    return "packed" if separate else "MLX"
 
 
 def _parameters(plan: ModelPlan) -> Iterator[_Parameter]:

@@ -64,6 +64,8 @@ def folder(tmp_path: Path) -> Path:
         {"precision": Q4},
         {"precision": Q4, "dtype": mx.bfloat16},
         {"precision": PrecisionPlan(Precision(3, 32), {"experts.down_proj": Precision(6, 64), "lm_head": None})},
+        {"pack": True},
+        {"precision": Q4, "pack": True},
         *({"precision": PrecisionPlan(Precision.make(mode=mode))} for mode in DEFAULTS if mode != "affine"),
     ],
     ids=str,
@@ -222,13 +224,16 @@ def test_peak_memory_stays_under_twice_the_largest_layer(tmp_path: Path, layout:
         (folder, {"precision": Q4}),
         (quantised, {"dequantise": True}),
         (quantised, {"dequantise": True, "dtype": mx.float32}),
+        (folder, {"pack": True}),
+        (folder, {"precision": Q4, "pack": True}),
+        (quantised, {"dequantise": True, "pack": True}),
     ]
     for number, (source, options) in enumerate(runs):
         job = conversion(source, **options)
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
-        convert(job, quantised if "precision" in options else folder.with_name(f"run{number}"), progress=False)
+        convert(job, quantised if number == 2 else folder.with_name(f"run{number}"), progress=False)
         assert mx.get_peak_memory() - before < 2 * job.largest_layer(), options
         assert job.largest_layer() > 10e6
 
@@ -275,7 +280,9 @@ def test_an_interrupted_conversion_goes_on_where_it_stopped(folder: Path, files:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"precision": Q4}, {"dtype": mx.bfloat16}, {"precision": PrecisionPlan(Precision(8, 32))}], ids=str
+    "changed",
+    [{"precision": Q4}, {"dtype": mx.bfloat16}, {"precision": PrecisionPlan(Precision(8, 32))}, {"pack": True}],
+    ids=str,
 )
 def test_a_changed_option_starts_over(folder: Path, changed: dict[str, Any]) -> None:
     expected = contents(write(folder, "uninterrupted", **changed))
