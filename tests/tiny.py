@@ -1,7 +1,7 @@
 """Tiny random checkpoints of every family in every layout, with a byte-level tokenizer.
 
 The same seed gives the same weights in each layout: ``parameters`` makes them under the names and in the form of the
-MLX layout, and ``_hugging_face`` undoes what a conversion does.
+MLX layout, and ``hugging_face`` undoes what a conversion does.
 """
 
 from __future__ import annotations
@@ -143,10 +143,10 @@ def _random(name: str, shape: tuple[int, ...], seed: int) -> mx.array:
 
 
 def _in_layout(tensors: dict[str, mx.array], layout: str, experts: int, family: str) -> dict[str, mx.array]:
-    return tensors if layout == "stacked" else _hugging_face(tensors, layout, experts, family != "qwen3_moe")
+    return tensors if layout == "stacked" else hugging_face(tensors, layout, experts, family != "qwen3_moe")
 
 
-def _hugging_face(tensors: dict[str, mx.array], layout: str, experts: int, shifted: bool) -> dict[str, mx.array]:
+def hugging_face(tensors: dict[str, mx.array], layout: str, experts: int, shifted: bool) -> dict[str, mx.array]:
     result: dict[str, mx.array] = {}
     for name, array in tensors.items():
         moe, switch, projection = name.partition(".switch_mlp.")

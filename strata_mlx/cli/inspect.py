@@ -1,7 +1,8 @@
-"""Show what a checkpoint holds and what memory it needs. Reads headers only, unless --probe-mtp is given.
+"""Show what a checkpoint holds and what memory it needs. Reads headers only, unless --probe-mtp or --disk is given.
 
 strata_mlx inspect
 strata_mlx inspect --model FOLDER --json
+strata_mlx inspect --model FOLDER --disk
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the model, and measure which hidden states its MTP head takes (mtp_hidden in config.json)",
     )
+    parser.add_argument(
+        "--disk",
+        action="store_true",
+        help="measure how fast the disk with the model is read, and remember it for streaming (some ten seconds)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -30,9 +36,15 @@ def run(args: argparse.Namespace) -> int:
     from ..models.plan import plan_model
     from ..models.report import describe
 
-    report = describe(plan_model(Checkpoint.open(find_model(args.model, revision=args.revision))), args.context)
+    plan = plan_model(Checkpoint.open(find_model(args.model, revision=args.revision)))
+    report = describe(plan, args.context)
     if args.probe_mtp:
         report["mtp_probe"] = _probe(args)
+    if args.disk:
+        from ..experts.disk import inspect_disk
+        from ..experts.ranges import find_layers, workload
+
+        report["disk"] = inspect_disk(workload(*find_layers(plan, None)), progress=not args.json)
     if args.json:
         print(json.dumps(report))
     else:
@@ -81,3 +93,20 @@ def _print(report: dict[str, Any]) -> None:
         rates = ", ".join(f"{rate:.1%} {kind} the final norm" for kind, rate in probe["acceptance"].items())
         print(f"MTP drafts accepted with hidden states taken {rates}: mtp_hidden should be {probe['best']!r}, ", end="")
         print("as it is" if probe["best"] == probe["configured"] else f"not {probe['configured']!r}")
+    if "disk" in report:
+        _print_disk(report["disk"])
+
+
+def _print_disk(disk: dict[str, Any]) -> None:
+    threads = sorted({rate["threads"] for rate in disk["rates"]})
+    print(f"\nGB/s from {disk['device']}\n{'read at a time, by threads':30}", *(f"{n:7}" for n in threads))
+    rows: dict[tuple[str, int], dict[int, float]] = {}
+    for rate in disk["rates"]:
+        kind = "page cache" if rate["cached"] else "past the page cache" if rate["direct"] else "disk"
+        rows.setdefault((kind, rate["block"]), {})[rate["threads"]] = rate["bytes_per_second"] / 1e9
+    for (kind, block), row in rows.items():
+        print(f"{kind:20}{block / 1024:6.0f} KiB", *(f"{row[n]:7.2f}" for n in threads))
+    chosen = disk["chosen"]
+    how = "past" if chosen["direct"] else "through"
+    print(f"For reads of {disk['request'] / 1024:.0f} KiB: {chosen['threads']} thread", end="")
+    print(f"{'s' * (chosen['threads'] > 1)}, {how} the page cache: {disk['reason']}")

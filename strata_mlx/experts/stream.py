@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .store import ExpertStore
 
 DECODE_ROWS = 16  # a window of more rows is a prompt's
-SPLIT_SECONDS = 3e-4  # of reading, from which on it pays to compute with the resident experts apart
+SPLIT_SECONDS = 1e-3  # of reading, from which on it pays to compute with the resident experts apart
 PROMPT_SHARE = 0.5  # of the slots, which the waves of a prompt go through; what is in the others stays
 TIME_ONE_IN = 64  # computations that reads overlap, to know which reads the device had to wait for
 NOTHING: Ids = np.zeros(0, np.intp)
@@ -99,7 +99,7 @@ class StreamedExperts(nn.Module):
         traffic.hits += len(needed) - len(missing)
         traffic.misses += len(missing)
         if len(missing):
-            if len(missing) > table.room(needed):
+            if not table.fits(missing, needed):
                 return self._in_groups(x, chosen, *self._waves(chosen, missing))
             slow = len(missing) * self._read_seconds > SPLIT_SECONDS
             if slow and self._pool.splits and len(missing) < len(needed):
@@ -170,7 +170,7 @@ class StreamedExperts(nn.Module):
         return self._pair_seconds * pairs
 
     def _fetch(self, experts: Ids, keep: Ids, busy_until: float = 0.0) -> None:
-        """Read ``experts`` into slots; of the residents, ``keep`` stay. busy_until: when the device runs out of work."""
+        """Read ``experts`` into slots; of the residents, ``keep`` stay. busy_until: when the device will be idle."""
         pairs = self.table.reserve(experts.tolist(), keep)
         begin = perf_counter()
         targets = self._pool.write([slot for _, slot in pairs])

@@ -30,6 +30,7 @@ class SlotTable:
         self.eviction = eviction
         self._evictable = np.ones(experts, np.bool_)
         self._evictable[list(pinned)] = False
+        self._for_all = slots - len(set(pinned))  # slots that any expert may have
         self._free = list(range(slots))[::-1]
         self._reserved: dict[int, int] = {}  # by slot, the expert
         self._ranked: list[int] = []  # first to leave, of the ``version``:
@@ -39,6 +40,10 @@ class SlotTable:
     def free(self) -> int:
         """How many slots hold nothing and are promised to nobody."""
         return len(self._free)
+
+    def fits(self, missing: Ids, needed: Ids) -> bool:
+        """Whether ``missing`` of the ``needed`` experts can get slots while the others stay."""
+        return len(needed) <= self._for_all or len(missing) <= self.room(needed)
 
     def room(self, keep: Ids) -> int:
         """How many experts reserve() could find slots for."""

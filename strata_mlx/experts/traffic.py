@@ -1,19 +1,19 @@
-"""What streaming has come to so far: counters that only grow, and the difference between two moments."""
+"""What streaming has come to: counters that only grow, and the difference between two moments."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 
 @dataclass(slots=True)
 class Traffic:
     """Totals over the streamed layers of a model.
 
-    windows: forwards of a layer. picks: (token, rank) selections. hits, misses: distinct experts of a window that were
-    resident, and that were read. bytes: read from disk. read_seconds: that threads spent reading.
-    stall_seconds: that the host waited for reads while no expert was being computed.
-    host_seconds: of bookkeeping between the selection and the last read, without waiting and reading.
-    compute_seconds: that the host waited for the device to select experts or to free a slot.
+    windows: that layers have computed. picks: (token, rank) selections. hits, misses: experts that a window needed,
+    each counted once, that were in memory, and that were read. bytes: read from disk.
+    read_seconds: that threads spent reading. stall_seconds: that the device had no expert to compute while it waited
+    for reads. compute_seconds: that the host waited for the device. host_seconds: that it did anything else between
+    the beginning and the end of a layer's experts.
     """
 
     windows: int = 0
@@ -23,5 +23,10 @@ class Traffic:
     bytes: int = 0
     read_seconds: float = 0.0
     stall_seconds: float = 0.0
-    host_seconds: float = 0.0
     compute_seconds: float = 0.0
+    host_seconds: float = 0.0
+
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        """What came between."""
+        before = asdict(earlier)
+        return Traffic(**{name: value - before[name] for name, value in asdict(self).items()})

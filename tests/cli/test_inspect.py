@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from strata_mlx.experts import disk
 from tests.cli.conftest import Run
 from tests.tiny import make_checkpoint
 
@@ -77,3 +78,19 @@ def test_a_context_out_of_range_is_refused(value: str, run: Run, tiny: Path) -> 
     ended = run("inspect", "--model", tiny, "--context", value)
     assert (ended.code, ended.out) == (2, "")
     assert "--context" in ended.error
+
+
+def test_the_disk_is_measured_shown_and_remembered(
+    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(disk, "_LONG", 0.02)
+    ended = run("inspect", "--model", tiny, "--disk", "--json")
+    report = json.loads(ended.out)["disk"]
+    assert (ended.code, ended.err) == (0, "")
+    assert json.loads((tmp_path / "strata_mlx" / "disks.json").read_text()) == {report["device"]: report["rates"]}
+    assert report["chosen"] == {"threads": 1, "direct": False}
+    shown = run("inspect", "--model", tiny, "--disk")
+    assert shown.code == 0
+    assert "past the page cache" in shown.out
+    assert shown.out.splitlines()[-1].startswith("For reads of 16 KiB: 1 thread, through the page cache: ")

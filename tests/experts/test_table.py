@@ -1,0 +1,179 @@
+"""The slot table keeps its law through any history, and no plausible mistake in it would go unnoticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from strata_mlx.experts.eviction import make_eviction
+from strata_mlx.experts.table import SlotTable
+
+EXPERTS = 12
+experts = st.sets(st.integers(0, EXPERTS - 1))
+
+
+class Histories(RuleBasedStateMachine):
+    """Reservations that end well or do not, against a dictionary."""
+
+    @initialize(slots=st.integers(1, EXPERTS), pinned=experts, policy=st.sampled_from(["lru", "frequency"]))
+    def begin(self, slots: int, pinned: set[int], policy: str) -> None:
+        self.pinned = set(sorted(pinned)[: slots - 1])
+        self.table = SlotTable(EXPERTS, slots, make_eviction(policy, EXPERTS), self.pinned)
+        self.slots, self.held = slots, dict[int, int]()  # by expert
+        self.version, self.before = self.table.version, dict[int, int]()
+
+    @rule(ids=st.lists(st.permutations(range(EXPERTS)).map(lambda row: row[:3]), min_size=1, max_size=3))
+    def use(self, ids: list[list[int]]) -> None:
+        self.table.used(np.array(ids), len(ids) > 1)
+
+    @rule(count=st.integers(1, EXPERTS))
+    def rank(self, count: int) -> None:
+        self.table.rank(count)
+
+    @rule(wanted=experts, keep=experts, fate=st.sampled_from(["good", "good", "bad", "half"]))
+    def fetch(self, wanted: set[int], keep: set[int], fate: str) -> None:
+        table, new = self.table, sorted(wanted - self.held.keys())
+        can_go = self.held.keys() - keep - self.pinned
+        free = self.slots - len(self.held)
+        assert table.room(np.array(sorted(keep), np.intp)) == free + len(can_go)
+        if len(new) > free + len(can_go):
+            with pytest.raises(ValueError, match="would have to go"):
+                table.reserve(new, np.array(sorted(keep), np.intp))
+            assert table.version == self.version
+            return
+        pairs = table.reserve(new, np.array(sorted(keep), np.intp))
+        left = {expert for expert in self.held if table.slot_of[expert] < 0}
+        assert left <= can_go, "an expert left that is kept or pinned"
+        assert len(left) == max(0, len(new) - free), "more experts left than had to"
+        for expert in left:
+            del self.held[expert]
+        self.check_law()  # before the reads end, none of the new ones is resident
+        assert [expert for expert, _ in pairs] == new
+        assert not {slot for _, slot in pairs} & set(self.held.values()), "a slot was given out twice"
+        done = {"good": pairs, "bad": [], "half": pairs[: len(pairs) // 2]}[fate]
+        if done:
+            table.commit(done)
+        if fate != "good":
+            table.recover()
+        self.held |= dict(done)
+
+    @invariant()
+    def check_law(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        table = self.table
+        found = {int(expert): int(table.slot_of[expert]) for expert in np.flatnonzero(table.slot_of >= 0)}
+        assert found == self.held
+        assert len(set(found.values())) == len(found), "two experts in one slot"
+        assert all(0 <= slot < self.slots for slot in found.values())
+        assert (table.resident == (table.slot_of >= 0)).all()
+        changed = self.before != found
+        assert table.version > self.version or not changed, "the version did not grow"
+        self.version, self.before = table.version, found
+
+    @invariant()
+    def no_slot_is_lost(self) -> None:
+        if hasattr(self, "table"):
+            assert self.table.free == self.slots - len(self.held)
+
+
+QUICK = settings(
+    max_examples=100,
+    stateful_step_count=20,
+    database=None,
+    derandomize=True,
+    phases=[Phase.generate],  # the first failure will do
+    report_multiple_bugs=False,
+)
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=30, stateful_step_count=20)
+
+
+def without_keep(original: Callable[..., Any], self: SlotTable, keep: Any) -> Any:
+    return original(self, keep[:0])
+
+
+def ranked_whatever_is_kept(original: Callable[..., Any], self: SlotTable, count: int, keep: Any) -> Any:
+    return original(self, count, keep[:0])
+
+
+def pinned_may_leave(original: Callable[..., Any], self: SlotTable, keep: Any) -> Any:
+    self._evictable[:] = True
+    return original(self, keep)
+
+
+def resident_before_the_read(original: Callable[..., Any], self: SlotTable, wanted: Any, keep: Any) -> Any:
+    pairs = original(self, wanted, keep)
+    for expert, slot in pairs:
+        self.slot_of[expert], self.resident[expert] = slot, True
+    return pairs
+
+
+def evicts_for_every_expert(original: Callable[..., Any], self: SlotTable, wanted: Any, keep: Any) -> Any:
+    free, self._free = self._free, []
+    pairs = original(self, wanted, keep)
+    self._free += free
+    return pairs
+
+
+def evicted_but_still_listed(original: Callable[..., Any], self: SlotTable, wanted: Any, keep: Any) -> Any:
+    before = self.resident.copy()
+    pairs = original(self, wanted, keep)
+    self.resident |= before
+    return pairs
+
+
+def reservations_are_forgotten(original: Callable[..., Any], self: SlotTable) -> Any:
+    free = list(self._free)
+    original(self)
+    self._free = free
+
+
+def version_stands_still(original: Callable[..., Any], self: SlotTable, pairs: Any) -> Any:
+    original(self, pairs)
+    self.version -= 1
+
+
+MUTANTS = {
+    without_keep: "_candidates",
+    ranked_whatever_is_kept: "_victims",
+    pinned_may_leave: "_candidates",
+    resident_before_the_read: "reserve",
+    evicts_for_every_expert: "reserve",
+    evicted_but_still_listed: "reserve",
+    reservations_are_forgotten: "recover",
+    version_stands_still: "commit",
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_mutants_die(mutant: Callable[..., Any], record_property: Callable[[str, object], None]) -> None:
+    original = getattr(SlotTable, MUTANTS[mutant])
+
+    def broken(self: SlotTable, *args: Any) -> Any:
+        return mutant(original, self, *args)
+
+    with patch.object(SlotTable, MUTANTS[mutant], broken), pytest.raises((AssertionError, ValueError)) as killer:
+        run_state_machine_as_test(Histories, settings=QUICK)
+    record_property("killed_by", str(killer.value).splitlines()[0][:80])
+
+
+def test_what_leaves_first_is_known_before_it_is_asked_for() -> None:
+    """Ranking early changes nothing: the next window's own experts cannot leave, and all others keep their order."""
+    early, late = (SlotTable(EXPERTS, 6, make_eviction("lru", EXPERTS)) for _ in range(2))
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        ids = rng.permutation(EXPERTS)[None, :3]
+        early.rank(6)
+        for table in (early, late):
+            missing = ids[0][table.slot_of[ids[0]] < 0].tolist()
+            table.commit(table.reserve(missing, ids[0]))
+            table.used(ids, False)
+        assert (early.slot_of == late.slot_of).all()
