@@ -14,7 +14,9 @@ the MLX in use here, into a virtual environment in --work, which is temporary un
 settings that were the fastest (OPTIONS); streaming/contestant.py says how each is called and what is stubbed where the
 system is not macOS. A peer that cannot run the model is reported with its reason.
 
-"ours, serial" waits for what is being computed before it reads: what that costs is the reading that is hidden.
+The peers keep a copy of the experts with one record each, and so does "ours" (`convert --pack`); "ours, not packed"
+reads the files as they are. "ours, serial" waits for what is being computed before it reads: what that costs is the
+reading that is hidden.
 """
 
 from __future__ import annotations
@@ -54,6 +56,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+COLUMNS = (
+    "contestant",
+    "slots",
+    "tokens_per_s",
+    "of_ours_resident",
+    "cpu_ms_per_token",
+    "equal_tokens",
+    "misses_per_token",
+)
+
+
 def named(system: str, share: float) -> str:
     return f"{system} {share:.0%}"
 
@@ -63,8 +76,9 @@ def entries(experts: int, peers: Sequence[str]) -> list[Entry]:
     result = [Entry("mlx_lm", "mlx_lm"), Entry("ours", "ours")]
     for share in SHARES:
         slots = round(experts * share)
-        result.append(Entry(named("ours, serial", share), "ours", slots, {"serial": True}))
-        result.append(Entry(named("ours", share), "ours", slots))
+        result.append(Entry(named("ours, serial", share), "ours", slots, {"packed": True, "serial": True}))
+        result.append(Entry(named("ours", share), "ours", slots, {"packed": True}))
+        result.append(Entry(named("ours, not packed", share), "ours", slots))
         result += [Entry(named(peer, share), peer, slots, OPTIONS[peer]) for peer in peers]
     return result
 
@@ -99,6 +113,7 @@ def row(entry: Entry, turns: dict[str, list[Turn]], notes: list[str]) -> dict[st
         "range": [min(speeds), max(speeds)],
         "of_ours_resident": verdict.ratio(own, turns["ours"]),
         "equal_tokens": verdict.agreement(own, turns["mlx_lm"]),
+        "cpu_ms_per_token": verdict.cpu_ms(own),
         "misses_per_token": verdict.per_token(own, "misses"),
         "options": entry.options,
         "notes": notes,
@@ -178,8 +193,7 @@ def main() -> None:
     result = run(args)
     if report.publish(result, args):
         return
-    columns = ("contestant", "slots", "tokens_per_s", "of_ours_resident", "equal_tokens", "misses_per_token")
-    print(report.table(result["rows"], columns))
+    print(report.table(result["rows"], COLUMNS))
     for name, reason in result["failures"].items():
         print(f"{name} cannot run the model: {reason}")
     for each in result["rows"]:

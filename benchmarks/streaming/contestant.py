@@ -3,7 +3,8 @@
     python contestant.py '{"system": "boyle", "model": "...", "slots": 32, "work": "...", "options": {}}'
 
 Prints one JSON object a line: first ``{"notes": [...]}``, when the model is loaded; then, for each line
-``{"prompt": [ids], "tokens": N}`` that it reads, ``{"tokens": [ids], "seconds": [time of each], "traffic": {...}}``;
+``{"prompt": [ids], "tokens": N}`` that it reads, ``{"tokens": [ids], "seconds": [time of each], "cpu_seconds": S,
+"traffic": {...}}``;
 ``{"error": "..."}`` where it cannot go on. Whatever else a system prints goes to the standard error.
 
 Runs in the environment of the peers, where the project is not installed: imports nothing of it unless asked to.
@@ -176,9 +177,10 @@ def load_amperor(setup: Setup) -> Contestant:
 
 
 def load_ours(setup: Setup) -> Contestant:
-    """options: serial, wait for what is being computed before reading."""
+    """options: serial, wait for what is being computed before reading; packed, one record per expert."""
     import mlx.core as mx
 
+    from benchmarks.models import embedded_with_float32_scales
     from strata_mlx import load
     from strata_mlx.device import evaluate
     from strata_mlx.engine import generate_step
@@ -187,7 +189,11 @@ def load_ours(setup: Setup) -> Contestant:
     if setup.options.get("serial"):
         serial = patch("strata_mlx.experts.stream.evaluate", lambda arrays, doing, **_: evaluate(arrays, doing))
         serial.start()
-    loaded = load(setup.model, slots=setup.slots)[0]
+    model = setup.model
+    if setup.options.get("packed"):
+        packed = setup.folder("packed")
+        model = str(packed if packed.exists() else embedded_with_float32_scales(packed, pack=True))
+    loaded = load(model, slots=setup.slots)[0]
     streaming = streaming_of(loaded)
 
     def decode(prompt: list[int], tokens: int) -> Iterator[int]:
@@ -207,18 +213,19 @@ SYSTEMS: dict[str, Callable[[Setup], Contestant]] = {
 
 
 def turn(contestant: Contestant, prompt: list[int], tokens: int) -> dict[str, Any]:
-    """Decode once. ``seconds`` are on the process's own clock; ``traffic`` is what the decoding after the first token
-    added to the counters.
+    """Decode once. ``seconds`` are on the process's own clock; ``cpu_seconds``, of all threads, and ``traffic`` are of
+    the tokens after the first.
     """
-    ids, seconds = [], []
+    ids, seconds, cpu = [], [], 0.0
     before: dict[str, float] = {}
     for token in contestant.decode(prompt, tokens):
         ids.append(token)
         if len(ids) == 1:
-            before = contestant.traffic()
+            before, cpu = contestant.traffic(), time.process_time()
         seconds.append(time.perf_counter())
-    after = contestant.traffic()
-    return {"tokens": ids, "seconds": seconds, "traffic": {name: after[name] - before[name] for name in after}}
+    cpu, after = time.process_time() - cpu, contestant.traffic()
+    traffic = {name: after[name] - before[name] for name in after}
+    return {"tokens": ids, "seconds": seconds, "cpu_seconds": cpu, "traffic": traffic}
 
 
 def main() -> None:

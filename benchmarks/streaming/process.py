@@ -24,10 +24,13 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Turn:
-    """One decoding. tokens: ids. seconds: when each came. traffic: counters of the decoding after the first token."""
+    """One decoding. tokens: ids. seconds: when each came. cpu_seconds, of all threads, and traffic, by counter, count
+    from the first token on.
+    """
 
     tokens: list[int]
     seconds: list[float]
+    cpu_seconds: float
     traffic: dict[str, float]
 
     @property

@@ -73,6 +73,11 @@ def overlap(turns: Sequence[Turn], serial: Sequence[Turn]) -> float | None:
     return statistics.median(saved) / read if read else None
 
 
+def cpu_ms(turns: Sequence[Turn]) -> float:
+    """Milliseconds of all cores together per token: what is left of a speed on a machine that others use too."""
+    return statistics.median(1e3 * turn.cpu_seconds / (len(turn.tokens) - 1) for turn in turns)
+
+
 def judge(goal: Goal, turns: dict[str, list[Turn]]) -> dict[str, Any]:
     """The goal, what was reached, and whether that is enough."""
     reached = ratio(turns[goal.of], turns[goal.against])

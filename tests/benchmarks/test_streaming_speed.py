@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks import streaming_speed
-from benchmarks.streaming import process, verdict
+from benchmarks.models import embedded_with_float32_scales
+from benchmarks.streaming import contestant, process, verdict
 from benchmarks.streaming.environment import PEERS, requirements
 from benchmarks.streaming.process import Entry, Failed, Process, Turn
 from benchmarks.streaming.verdict import Goal
@@ -16,11 +17,11 @@ from benchmarks.streaming.verdict import Goal
 
 def turn(speed: float, tokens: list[int] | None = None, **traffic: float) -> Turn:
     """Of five tokens, at an even ``speed`` after the first."""
-    return Turn(tokens or [1, 2, 3, 4, 5], [7 + i / speed for i in range(5)], traffic)
+    return Turn(tokens or [1, 2, 3, 4, 5], [7 + i / speed for i in range(5)], 0.02, traffic)
 
 
 def test_speed_is_that_of_the_tokens_after_the_first() -> None:
-    assert Turn([4, 5, 6], [10.0, 10.5, 12.0], {}).tokens_per_s == 1
+    assert Turn([4, 5, 6], [10.0, 10.5, 12.0], 1.0, {}).tokens_per_s == 1
     assert verdict.speed([turn(10), turn(1000), turn(20)]) == pytest.approx(20)
 
 
@@ -42,6 +43,10 @@ def test_tokens_after_a_difference_do_not_count(tokens: list[int], equal: float)
 def test_counters_are_per_token_after_the_first() -> None:
     assert verdict.per_token([turn(1, misses=8), turn(1, misses=16)], "misses") == 3
     assert verdict.per_token([turn(1), turn(1, misses=16)], "misses") is None
+
+
+def test_work_of_all_cores_is_per_token_after_the_first() -> None:
+    assert verdict.cpu_ms([turn(1)]) == pytest.approx(5)
 
 
 def test_shares_of_time_fill_it() -> None:
@@ -90,7 +95,9 @@ for line in sys.stdin:
     if setup["system"] == "crashes":
         sys.exit("out of slots")
     tokens = wanted["prompt"][: wanted["tokens"]]
-    print(json.dumps({"tokens": tokens, "seconds": [1.0] * len(tokens), "traffic": {"misses": 2}}), flush=True)
+    seconds = [i * (1 + setup["options"].get("serial", False)) for i in range(len(tokens))]
+    traffic = {"misses": 2, "read_seconds": 0.5, "bytes": 8} if setup["slots"] else {}
+    print(json.dumps({"tokens": tokens, "seconds": seconds, "cpu_seconds": 0.5, "traffic": traffic}), flush=True)
 """
 
 
@@ -99,13 +106,13 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     script = tmp_path / "contestant.py"
     script.write_text(ECHO)
     monkeypatch.setattr(process, "SCRIPT", script)
-    return lambda system: Process(Entry(system, system, 32), tmp_path, tmp_path)
+    return lambda system: Process(Entry(system, system), tmp_path, tmp_path)
 
 
 def test_a_process_answers_prompt_by_prompt(start: Any) -> None:
     echo = start("echoes")
     assert echo.notes == ["stubbed"]
-    assert echo.turn([5, 6, 7], 2) == Turn([5, 6], [1.0, 1.0], {"misses": 2})
+    assert echo.turn([5, 6, 7], 2) == Turn([5, 6], [0, 1], 0.5, {})
     assert echo.turn([8, 9], 2).tokens == [8, 9]
     echo.close()
 
@@ -133,14 +140,36 @@ def test_a_contestant_that_fails_is_out_and_the_others_go_on(start: Any) -> None
         each.close()
 
 
-def test_streaming_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming_speed, "SHARES", (0.25,))
-    monkeypatch.setattr(streaming_speed, "OVER_RESIDENT", {0.25: 0.75})
-    scale = "--json --prompts 1 --tokens 8 --repeats 1"
-    monkeypatch.setattr(sys, "argv", [streaming_speed.__file__, *scale.split()])
+@pytest.mark.usefixtures("start")
+def test_everybody_is_in_the_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming_speed, "make_environment", lambda _: sys.executable)
+    monkeypatch.setitem(streaming_speed.OPTIONS, "boyle", {})
+    entries = streaming_speed.entries
+    broken = Entry("bigrig 25%", "missing", 32)
+    monkeypatch.setattr(
+        streaming_speed,
+        "entries",
+        lambda *given: [broken if entry.name == broken.name else entry for entry in entries(*given)],
+    )
+    options = "--json --peers --prompts 2 --tokens 9 --repeats 2"
+    monkeypatch.setattr(sys, "argv", [streaming_speed.__file__, *options.split()])
     streaming_speed.main()
     result = json.loads(capsys.readouterr().out)
     assert {row["equal_tokens"] for row in result["rows"]} == {1}
-    assert [row["slots"] for row in result["rows"]] == [None, None, 32, 32]
-    assert not result["failures"]
-    assert all(part["bytes_per_token"] > 0 for part in result["parts"])
+    names = [row["contestant"] for row in result["rows"]] + list(result["failures"])
+    assert sorted(names) == sorted(entry.name for entry in entries(128, tuple(PEERS)))
+    assert result["failures"] == {"bigrig 25%": "RuntimeError: no such layer"}
+    assert {goal["reached"] for goal in result["goals"]} == {1}
+    # Reading half a second in nine tokens, of which a whole second each is hidden.
+    assert result["parts"][0]["overlap"] == pytest.approx(16)
+
+
+def test_streaming_gives_the_tokens_of_mlx_lm(tmp_path: Path) -> None:
+    model = embedded_with_float32_scales(tmp_path / "model")
+    found = {}
+    for system, slots in (("mlx_lm", None), ("ours", None), ("ours", 16)):
+        setup = contestant.Setup(system, str(model), slots, str(tmp_path), {"packed": True})
+        found[system, slots] = contestant.turn(contestant.SYSTEMS[system](setup), list(range(500, 520)), 6)
+    assert len({tuple(turn["tokens"]) for turn in found.values()}) == 1
+    assert found["ours", 16]["traffic"]["misses"] > 0
+    assert not found["ours", None]["traffic"]
