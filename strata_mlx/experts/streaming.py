@@ -16,7 +16,7 @@ from .disk import DiskSettings
 from .eviction import DEFAULT_EVICTION, make_eviction
 from .slots import make_slots
 from .store import ExpertStore
-from .stream import StreamedExperts
+from .stream import Guess, StreamedExperts
 from .table import SlotTable
 from .traffic import Traffic
 
@@ -95,6 +95,10 @@ def stream_experts(
                 pool = make_slots(block.switch_mlp, store.fields(place), count)
                 table = SlotTable(experts, count, make_eviction(eviction, experts))
                 block.switch_mlp = layers[block.layer] = StreamedExperts(pool, table, store, place, traffic)
+        for index in range(plan.args.num_hidden_layers - 1):  # an MTP head's layer follows on no other
+            if index in layers and index + 1 in layers:
+                guess = Guess(modules[store.layers[layers[index + 1].place]].gate)
+                layers[index].guess_of_next = layers[index + 1].guess = guess
     except BaseException:
         store.close()
         raise

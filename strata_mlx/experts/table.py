@@ -30,7 +30,7 @@ class SlotTable:
         self.eviction = eviction
         self._evictable = np.ones(experts, np.bool_)
         self._evictable[list(pinned)] = False
-        self._for_all = slots - len(set(pinned))  # slots that any expert may have
+        self._pinned = len(set(pinned))
         self._free = list(range(slots))[::-1]
         self._reserved: dict[int, int] = {}  # by slot, the expert
         self._ranked: list[int] = []  # first to leave, of the ``version``:
@@ -43,7 +43,7 @@ class SlotTable:
 
     def fits(self, missing: Ids, needed: Ids) -> bool:
         """Whether ``missing`` of the ``needed`` experts can get slots while the others stay."""
-        return len(needed) <= self._for_all or len(missing) <= self.room(needed)
+        return len(needed) <= self.slots - self._pinned or len(missing) <= self.room(needed)
 
     def room(self, keep: Ids) -> int:
         """How many experts reserve() could find slots for."""
