@@ -15,8 +15,7 @@ settings that were the fastest (OPTIONS); streaming/contestant.py says how each 
 system is not macOS. A peer that cannot run the model is reported with its reason.
 
 The peers keep a copy of the experts with one record each, and so does "ours" (`convert --pack`); "ours, not packed"
-reads the files as they are. "ours, serial" waits for what is being computed before it reads: what that costs is the
-reading that is hidden.
+reads the files as they are.
 """
 
 from __future__ import annotations
@@ -76,7 +75,6 @@ def entries(experts: int, peers: Sequence[str]) -> list[Entry]:
     result = [Entry("mlx_lm", "mlx_lm"), Entry("ours", "ours")]
     for share in SHARES:
         slots = round(experts * share)
-        result.append(Entry(named("ours, serial", share), "ours", slots, {"packed": True, "serial": True}))
         result.append(Entry(named("ours", share), "ours", slots, {"packed": True}))
         result.append(Entry(named("ours, not packed", share), "ours", slots))
         result += [Entry(named(peer, share), peer, slots, OPTIONS[peer]) for peer in peers]
@@ -123,12 +121,14 @@ def row(entry: Entry, turns: dict[str, list[Turn]], notes: list[str]) -> dict[st
 def parts(share: float, turns: dict[str, list[Turn]]) -> dict[str, Any]:
     """Where the time of ours goes."""
     own = turns[named("ours", share)]
+    experts = verdict.total(own, "misses") + verdict.total(own, "ahead")
     return {
         "contestant": named("ours", share),
         **verdict.shares(own),
-        "overlap": verdict.overlap(own, turns[named("ours, serial", share)]),
+        "overlap": verdict.overlap(own),
         "bytes_per_token": verdict.per_token(own, "bytes"),
-        "read_us_per_miss": 1e6 * verdict.total(own, "read_seconds") / verdict.total(own, "misses"),
+        "read_us_per_expert": 1e6 * verdict.total(own, "read_seconds") / experts,
+        "read_ahead": verdict.total(own, "ahead") / experts,
     }
 
 

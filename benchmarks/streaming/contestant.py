@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 
 @dataclass(frozen=True)
@@ -177,18 +176,14 @@ def load_amperor(setup: Setup) -> Contestant:
 
 
 def load_ours(setup: Setup) -> Contestant:
-    """options: serial, wait for what is being computed before reading; packed, one record per expert."""
+    """options: packed, one record per expert."""
     import mlx.core as mx
 
     from benchmarks.models import embedded_with_float32_scales
     from strata_mlx import load
-    from strata_mlx.device import evaluate
     from strata_mlx.engine import generate_step
     from strata_mlx.experts.streaming import streaming_of
 
-    if setup.options.get("serial"):
-        serial = patch("strata_mlx.experts.stream.evaluate", lambda arrays, doing, **_: evaluate(arrays, doing))
-        serial.start()
     model = setup.model
     if setup.options.get("packed"):
         packed = setup.folder("packed")

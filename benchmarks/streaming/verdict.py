@@ -64,13 +64,12 @@ def shares(turns: Sequence[Turn]) -> dict[str, float]:
     return {**found, "rest": 1 - found["compute"] - found["stall"] - found["host"]}
 
 
-def overlap(turns: Sequence[Turn], serial: Sequence[Turn]) -> float | None:
-    """The share of the time of reading that was hidden behind computing: what a token takes longer where nothing is
-    computed during reads, over what it reads. None where nothing was read.
+def overlap(turns: Sequence[Turn]) -> float | None:
+    """The share of the time of reading that was hidden behind computing, in which the device had experts to compute.
+    None where nothing was read.
     """
-    saved = [_seconds_per_token(b) - _seconds_per_token(a) for a, b in zip(turns, serial, strict=True)]
-    read = per_token(turns, "read_seconds")
-    return statistics.median(saved) / read if read else None
+    read = total(turns, "read_seconds")
+    return max(0.0, 1 - total(turns, "stall_seconds") / read) if read else None
 
 
 def cpu_ms(turns: Sequence[Turn]) -> float:
@@ -89,7 +88,3 @@ def judge(goal: Goal, turns: dict[str, list[Turn]]) -> dict[str, Any]:
         "reached": reached,
         "met": reached >= goal.least,
     }
-
-
-def _seconds_per_token(turn: Turn) -> float:
-    return 1 / turn.tokens_per_s

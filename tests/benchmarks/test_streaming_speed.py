@@ -54,11 +54,10 @@ def test_shares_of_time_fill_it() -> None:
     assert verdict.shares(own) == {"compute": 0.25, "stall": 0.125, "host": 0.375, "read": 0.5, "rest": 0.25}
 
 
-def test_overlap_is_the_part_of_reading_that_costs_no_time() -> None:
-    own = [turn(1 / 0.9, read_seconds=4 * 0.2)]  # 0.9 s a token, of which 0.2 s are reads
-    assert verdict.overlap(own, [turn(1 / 1.1)]) == pytest.approx(1)
-    assert verdict.overlap(own, [turn(1 / 1.0)]) == pytest.approx(0.5)
-    assert verdict.overlap([turn(1)], [turn(1)]) is None
+def test_overlap_is_the_part_of_reading_that_the_device_computes_through() -> None:
+    assert verdict.overlap([turn(1, read_seconds=4, stall_seconds=1), turn(1, read_seconds=4)]) == 0.875
+    assert verdict.overlap([turn(1, read_seconds=1, stall_seconds=2)]) == 0
+    assert verdict.overlap([turn(1)]) is None
 
 
 def test_a_goal_is_met_from_its_number_on() -> None:
@@ -95,8 +94,8 @@ for line in sys.stdin:
     if setup["system"] == "crashes":
         sys.exit("out of slots")
     tokens = wanted["prompt"][: wanted["tokens"]]
-    seconds = [i * (1 + setup["options"].get("serial", False)) for i in range(len(tokens))]
-    traffic = {"misses": 2, "read_seconds": 0.5, "bytes": 8} if setup["slots"] else {}
+    seconds = list(range(len(tokens)))
+    traffic = {"misses": 2, "ahead": 6, "read_seconds": 0.5, "stall_seconds": 0.1, "bytes": 8} if setup["slots"] else {}
     print(json.dumps({"tokens": tokens, "seconds": seconds, "cpu_seconds": 0.5, "traffic": traffic}), flush=True)
 """
 
@@ -160,8 +159,8 @@ def test_everybody_is_in_the_report(capsys: pytest.CaptureFixture[str], monkeypa
     assert sorted(names) == sorted(entry.name for entry in entries(128, tuple(PEERS)))
     assert result["failures"] == {"bigrig 25%": "RuntimeError: no such layer"}
     assert {goal["reached"] for goal in result["goals"]} == {1}
-    # Reading half a second in nine tokens, of which a whole second each is hidden.
-    assert result["parts"][0]["overlap"] == pytest.approx(16)
+    assert result["parts"][0]["overlap"] == pytest.approx(0.8)
+    assert result["parts"][0]["read_ahead"] == 0.75
 
 
 def test_streaming_gives_the_tokens_of_mlx_lm(tmp_path: Path) -> None:
