@@ -61,25 +61,29 @@ _NUMPY: dict[mx.Dtype, Any] = {
 def compare(plan: ModelPlan, seconds: float, rounds: int) -> Iterator[dict[str, Any]]:
     """A row for each of cold and warm, with and without cast."""
     job = workload(*find_layers(plan, None))
-    rates = measure(job.files, max(2.0, 10 * seconds))
+    rates = measure(job.files, 5.0)
     # Experts that do not fit in the page cache are read cold, those that fit are read warm.
     cold, warm = (choose(rates, replace(job, total=total))[0] for total in (1 << 60, 1))
     for is_cold, cast in itertools.product((True, False), (None, mx.float32)):
         settings = cold if is_cold else warm
         with ExpertStore.open(plan, cast, settings) as store:
             slots, room = make_slots(store), SLOTS * store.expert_bytes(0)
+            prepare(job.files, is_cold)
             screened = {}
             for setting in raw_settings(expert_bytes(plan)):
                 if is_cold or not setting[2]:
-                    prepare(job.files, is_cold)
+                    if is_cold:
+                        prepare(job.files, is_cold)
                     screened[setting] = read_raw(job.files, room, setting, seconds, 0)
             raw: dict[Setting, list[float]] = {s: [] for s in sorted(screened, key=lambda s: -screened[s])[:BEST]}
             ours = []
             for number in range(rounds):
-                prepare(job.files, is_cold)
+                if is_cold:
+                    prepare(job.files, is_cold)
                 ours.append(read_experts(store, slots, plan.args.num_experts, seconds, number))
                 for setting in raw:
-                    prepare(job.files, is_cold)
+                    if is_cold:
+                        prepare(job.files, is_cold)
                     raw[setting].append(read_raw(job.files, room, setting, seconds, number))
         medians = {setting: median(values) for setting, values in raw.items()}
         best = max(medians, key=medians.__getitem__)
@@ -187,8 +191,8 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--model", type=Path, help="a folder to measure instead of a synthetic checkpoint")
     parser.add_argument("--layers", type=int, default=4, help="of the synthetic checkpoint")
-    parser.add_argument("--seconds", type=float, default=0.3, help="for each measurement")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.1, help="for each measurement")
+    parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
