@@ -7,7 +7,7 @@ into NumPy slots placed as ExpertStore.places() says; without a cast, as on GPUs
 the cast of bfloat16 scales to float32 that the CPU needs. Raw: positional reads of random aligned blocks, as large as
 an expert or 8 MiB, by 1 to 8 threads, through the page cache or past it, into as much memory. The three fastest kinds
 are then measured again, taking turns with ours, and the best median counts. Bytes are those on disk. Cold means that
-all pages of the files were dropped from the page cache before each measurement (fsync and POSIX_FADV_DONTNEED) and that
+all pages of the files were dropped from the page cache before each measurement (sync, POSIX_FADV_DONTNEED) and that
 nothing is read twice in it; warm means that the files have just been read.
 
 Without --model, a synthetic checkpoint is written to a temporary folder; it is measured as it is and packed.
@@ -61,6 +61,7 @@ _NUMPY: dict[mx.Dtype, Any] = {
 def compare(plan: ModelPlan, seconds: float, rounds: int) -> Iterator[dict[str, Any]]:
     """A row for each of cold and warm, with and without cast."""
     job = workload(*find_layers(plan, None))
+    os.sync()
     rates = measure(job.files, 5.0)
     # Experts that do not fit in the page cache are read cold, those that fit are read warm.
     cold, warm = (choose(rates, replace(job, total=total))[0] for total in (1 << 60, 1))
@@ -175,11 +176,10 @@ def read_raw(files: tuple[Path, ...], room: int, setting: Setting, seconds: floa
 
 
 def prepare(files: tuple[Path, ...], cold: bool) -> None:
-    """Drop the files from the page cache, or see that they are in it."""
+    """Drop the files, which are on disk, from the page cache, or see that they are in it."""
     for file in files:
         with open(file, "rb", buffering=0) as opened:
             if cold:
-                os.fsync(opened.fileno())
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             else:
                 room = bytearray(LARGE)
