@@ -121,14 +121,12 @@ def row(entry: Entry, turns: dict[str, list[Turn]], notes: list[str]) -> dict[st
 def parts(share: float, turns: dict[str, list[Turn]]) -> dict[str, Any]:
     """Where the time of ours goes."""
     own = turns[named("ours", share)]
-    experts = verdict.total(own, "misses") + verdict.total(own, "ahead")
     return {
         "contestant": named("ours", share),
         **verdict.shares(own),
         "overlap": verdict.overlap(own),
         "bytes_per_token": verdict.per_token(own, "bytes"),
-        "read_us_per_expert": 1e6 * verdict.total(own, "read_seconds") / experts,
-        "read_ahead": verdict.total(own, "ahead") / experts,
+        "read_us_per_expert": 1e6 * verdict.total(own, "read_seconds") / verdict.total(own, "misses"),
     }
 
 
