@@ -7,7 +7,8 @@ Documents are decoded token by token with the embedded model in float32, each wi
 that begin empty. Tables and eviction are those of streaming, and so is the routing. All weights stay in memory and
 nothing is read: what is counted is the picks whose expert a table does not hold; of these, ``evicting`` leaves out
 those that fill an empty slot, as the card does. Documents go through the model together, one token of each at a time,
-and NumPy multiplies (benchmarks/lockstep.py); that changes no semantics, only rounding. The settings were chosen on the documents of ``--set tune``; ``--set report`` shares none with them.
+and NumPy multiplies (benchmarks/lockstep.py); that changes no semantics, only rounding. The settings were chosen on
+the documents of ``--set tune``; ``--set report`` shares none with them.
 
 A price is the rise of the perplexity over exact routing. Its interval is a bootstrap over documents, of 95 %.
 """
