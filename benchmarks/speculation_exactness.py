@@ -5,8 +5,8 @@
 Greedy: held-out prompts, decoded plainly and under every policy, drafting path and chain length; differences count
 where the trunk's two best logits are more than 1e-4 apart, and the others are listed. Caches: after every accepted
 length of a window of eight. Sampled: rounds drawn from a small-vocabulary model, against the enumerated law of accepted
-length and tokens, for a batch of sequences with different contexts. All in float32. The full grid takes hours on a CPU:
---configurations lets each prompt take that many of the 24 in turn.
+length and tokens, for a batch of sequences with different contexts. All in float32. The full grid takes hours on two
+cores: --jobs spreads the prompts over processes, --configurations lets each prompt take that many of the 24 in turn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
 from itertools import islice, product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -53,24 +56,16 @@ VOCABULARY, DRAFTS, SEQUENCES = 5, 2, 4  # of the sampled check
 Floats = NDArray[np.float64]
 
 
-def greedy(model: nn.Module, prompts: list[list[int]], tokens: int, per_prompt: int) -> dict[str, Any]:
+def greedy(dense: Path, prompts: list[list[int]], tokens: int, per_prompt: int, jobs: int) -> dict[str, Any]:
     """A prompt counts up to the first position where the texts part."""
     differences, compared, rows = [], 0, Counter[str]()
-    for number, prompt in enumerate(tqdm(prompts, desc="Greedy", unit="prompt")):
-        plain = list(generate_step(mx.array(prompt), model, max_tokens=tokens))
-        for index in range(number * per_prompt, (number + 1) * per_prompt):
-            policy, drafting, steps = CONFIGURATIONS[index % len(CONFIGURATIONS)]
-            decoder = SpeculativeDecoder(
-                model, prompt=prompt, max_tokens=tokens, retention=POLICIES[policy], drafting=drafting, max_steps=steps
-            )
-            for position, (token, (expected, logprobs)) in enumerate(zip(decoder, plain, strict=True)):
-                compared += 1
-                if token.token != expected:
-                    second, best = np.sort(np.array(logprobs))[-2:].tolist()
-                    where = {"prompt": number, "position": position, "gap": best - second}
-                    differences.append({**where, "policy": policy, "drafting": drafting, "max_steps": steps})
-                    break
-            rows += Counter(decoder.summary.to_dict())
+    check = partial(check_prompt, dense, mx.default_device().type.name, tokens, per_prompt)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        checked = pool.map(check, range(len(prompts)), prompts)
+        for parted, same, counts in tqdm(checked, total=len(prompts), desc="Greedy", unit="prompt"):
+            differences += parted
+            compared += same
+            rows += counts
     return {
         "mismatches": sum(difference["gap"] > GAP for difference in differences),
         "within_gap": [difference for difference in differences if difference["gap"] <= GAP],
@@ -80,6 +75,36 @@ def greedy(model: nn.Module, prompts: list[list[int]], tokens: int, per_prompt: 
         "retained": rows["retained"],
         "accepted": rows["accepted"],
     }
+
+
+def check_prompt(
+    dense: Path, device: str, tokens: int, per_prompt: int, number: int, prompt: list[int]
+) -> tuple[list[dict[str, Any]], int, Counter[str]]:
+    """Where the speculative texts of one prompt part from the plain one, tokens compared, and what was drafted."""
+    mx.set_default_device(mx.Device(getattr(mx, device)))
+    model = loaded(dense)
+    differences, compared, rows = [], 0, Counter[str]()
+    plain = list(generate_step(mx.array(prompt), model, max_tokens=tokens))
+    for index in range(number * per_prompt, (number + 1) * per_prompt):
+        policy, drafting, steps = CONFIGURATIONS[index % len(CONFIGURATIONS)]
+        decoder = SpeculativeDecoder(
+            model, prompt=prompt, max_tokens=tokens, retention=POLICIES[policy], drafting=drafting, max_steps=steps
+        )
+        for position, (token, (expected, logprobs)) in enumerate(zip(decoder, plain, strict=True)):
+            compared += 1
+            if token.token != expected:
+                second, best = np.sort(np.array(logprobs))[-2:].tolist()
+                where = {"prompt": number, "position": position, "gap": best - second}
+                differences.append({**where, "policy": policy, "drafting": drafting, "max_steps": steps})
+                break
+        rows += Counter(decoder.summary.to_dict())
+    return differences, compared, rows
+
+
+@cache
+def loaded(dense: Path) -> nn.Module:
+    """The model of this process."""
+    return load(dense, mtp=True)[0]
 
 
 def caches(model: nn.Module, prompts: list[list[int]]) -> list[dict[str, Any]]:
@@ -205,7 +230,7 @@ def run(work: Path, args: Any) -> dict[str, Any]:
     dense = embedded_as_float32(work / "float32")
     model, tokenizer = load(dense, mtp=True)
     prompts = heldout.windows(tokenizer, args.prompts, PROMPT_TOKENS)
-    result = greedy(model, prompts, args.tokens, args.configurations)
+    result = greedy(dense, prompts, args.tokens, args.configurations, args.jobs)
     states = caches(model, prompts[: args.cache_prompts])
     laws_drawn = sampled(work / "small", args.draws, args.seeds)
     return {
@@ -224,10 +249,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200, help="held-out prompts")
     parser.add_argument("--tokens", type=int, default=128, help="tokens for each of them")
     parser.add_argument("--configurations", type=int, default=len(CONFIGURATIONS), help="of the 24, for each prompt")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that the prompts are spread over")
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="by default MLX's own choice")
     parser.add_argument("--cache-prompts", type=int, default=10, help="prompts whose caches are compared")
     parser.add_argument("--draws", type=int, default=1_000_000, help="rounds that are sampled for each seed")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
+    if args.device:
+        mx.set_default_device(mx.Device(getattr(mx, args.device)))
     with tempfile.TemporaryDirectory() as folder:
         result = run(Path(folder), args)
     if report.publish(result, args):

@@ -2,13 +2,15 @@
 
     python benchmarks/speculation_speed.py [--json]
 
-Every prompt is decoded in every way in turn, and a way's speed is compared with plain decoding of the same prompt, so
-that a slow spell of the machine hits few pairs. The weights are the embedded model's, in float32 on the CPU and as they
-are elsewhere. Fixed depths keep every draft; the gates work on chains of --max-steps.
+Every prompt is decoded in every way in turn, each time in another order, and a way's speed is compared with plain
+decoding of the same prompt, so that neither a slow spell of the machine nor what the first way warms up favours one.
+The weights are the embedded model's, in float32 on the CPU and as they are elsewhere. Fixed depths keep every draft;
+the gates work on chains of --max-steps.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 import time
@@ -98,9 +100,11 @@ def run(args: Any) -> dict[str, Any]:
         decode(way, prompts[0])
     speeds: dict[str, list[float]] = {name: [] for name in every}
     rounds: dict[str, list[Round]] = {name: [] for name in every}
+    order, shuffle = list(every), random.Random(0).shuffle
     for prompt in tqdm(prompts, desc="Speed", unit="prompt"):
-        for name, way in every.items():
-            speed, made = decode(way, prompt)
+        shuffle(order)
+        for name in order:
+            speed, made = decode(every[name], prompt)
             speeds[name].append(speed)
             rounds[name] += made
     return {

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_lm.models import qwen3_5, qwen3_5_moe
 
+from .attention import take_over_attention
 from .family import Family, check_args
 from .gated_delta import take_over_recurrence
 from .moe import take_over
@@ -22,7 +23,9 @@ class Model(qwen3_5_moe.Model):
             layers = [qwen3_5.DecoderLayer(text, text.full_attention_interval - 1) for _ in range(mtp_layers)]
             self.mtp = MTPHead(layers, text.hidden_size, text.rms_norm_eps, mtp_hidden)
             take_over(layers, text.num_hidden_layers)
+            take_over_attention(layers)
         take_over(self.layers)
+        take_over_attention(self.layers)
         take_over_recurrence(self.layers)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_lm.models import qwen3_next
 
+from .attention import take_over_attention
 from .family import Family, check_args
 from .gated_delta import take_over_recurrence
 from .moe import take_over
@@ -23,7 +24,9 @@ class Model(qwen3_next.Model):
             layers = [qwen3_next.Qwen3NextDecoderLayer(args, index) for _ in range(mtp_layers)]
             self.mtp = MTPHead(layers, args.hidden_size, args.rms_norm_eps, mtp_hidden)
             take_over(layers, args.num_hidden_layers)
+            take_over_attention(layers)
         take_over(self.layers)
+        take_over_attention(self.layers)
         take_over_recurrence(self.layers)
 
 
