@@ -331,9 +331,9 @@ def fit(resident: Probe | None, streamed: Probe | None) -> CostModel:
     found: dict[str, Costs | None] = {}
     error: dict[str, float] = {}
     for kind, each in (("resident", resident), ("streamed", streamed)):
-        found[kind] = _fit(each.samples, each.steps) if each else None
+        found[kind] = fit_costs(each.samples, each.steps) if each else None
         if each:
-            error[kind] = _held_out_error(each.samples, each.steps)
+            error[kind] = held_out_error(each.samples, each.steps)
     read, nbytes = streamed.stalls() if streamed else (0.0, 0.0)
     return CostModel(
         measured_on(probe.model),
@@ -355,7 +355,8 @@ def predict(costs: Costs, sample: Sample) -> float:
     return costs.verify[sample.rows - 1] + draft + costs.rollback * sample.replayed + misses
 
 
-def _fit(samples: Sequence[Sample], steps: int) -> Costs:
+def fit_costs(samples: Sequence[Sample], steps: int) -> Costs:
+    """Costs of up to ``steps`` drafts. Raises InputError where a number of rows or drafts does not occur."""
     plain = [each for each in samples if each.plain]
     rounds = [each for each in samples if not each.plain]
     drafted = [each for each in rounds if each.drafts]
@@ -411,14 +412,16 @@ def _one_hot(place: int, size: int) -> list[float]:
     return [float(i == place) for i in range(size)]
 
 
-def _held_out_error(samples: Sequence[Sample], steps: int) -> float:
-    """Fit on every other document of each kind, and predict the seconds of the others."""
+def held_out_error(samples: Sequence[Sample], steps: int) -> float:
+    """Fit on half of the documents, predict the seconds of each of the others, and the other way round: the median of
+    the absolute relative errors. NaN where half of them are too few.
+    """
     errors = []
     documents = sorted({each.document for each in samples})
     turn = {document: i // (steps + 1) % 2 for i, document in enumerate(documents)}  # all depths take their turns first
     for part in (0, 1):
         try:
-            costs = _fit([each for each in samples if turn[each.document] == part], steps)
+            costs = fit_costs([each for each in samples if turn[each.document] == part], steps)
         except InputError:
             continue
         for document in documents:
