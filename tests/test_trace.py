@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -201,13 +200,16 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
         read_trace(tmp_path / "missing")
 
 
-@given(line=st.integers(0, 2), edit=st.functions(like=lambda text: text, returns=st.text(max_size=40), pure=True))
-def test_no_content_breaks_the_reader(
-    tmp_path_factory: pytest.TempPathFactory, line: int, edit: Callable[[str], str]
-) -> None:
-    path = tmp_path_factory.mktemp("reader") / "trace"
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reader") / "trace"
+
+
+@given(line=st.integers(0, 2), start=st.integers(0, 200), length=st.integers(0, 30), new=st.text(max_size=8))
+def test_no_content_breaks_the_reader(scratch: Path, line: int, start: int, length: int, new: str) -> None:
+    path = scratch
     lines = [json.dumps(record) for record in (HEADER, ROUND, END)]
-    lines[line] = edit(lines[line])
+    lines[line] = lines[line][:start] + new + lines[line][start + length :]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     with may_refuse(path):
         read_trace(path)

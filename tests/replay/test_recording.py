@@ -113,7 +113,8 @@ def test_a_file_gives_back_what_was_saved(recording: Recording, model: nn.Module
 
 
 def test_another_model_is_told_from_the_one_that_was_recorded(recording: Recording, tmp_path: Path) -> None:
-    for name, changes in {"weights": {"seed": 1}, "configuration": {"norm_topk_prob": False, "seed": 5}}.items():
+    others: dict[str, dict[str, Any]] = {"weights": {"seed": 1}, "configuration": {"seed": 5, "norm_topk_prob": False}}
+    for name, changes in others.items():
         other, _ = load(
             checkpoint(tmp_path / name, layout="stacked", vocab_size=5, eos_token_id=None, **changes), mtp=True
         )
