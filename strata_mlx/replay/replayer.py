@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ class Replayed:
     misses: NDArray[np.int32]
     prompt_misses: NDArray[np.int32]
 
-    @property
+    @cached_property
     def later(self) -> list[Round]:
         """The rounds after the first of each document."""
         first = np.diff(self.document, prepend=-1) != 0
