@@ -5,6 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from strata_mlx.replay.recording import STEPS, Recording, record
 
 PACKAGES = ("mlx", "mlx_lm", "huggingface_hub")
 
@@ -32,6 +37,16 @@ def windows(tokenizer: object, count: int, length: int) -> list[list[int]]:
     raise RuntimeError(
         f"the installed packages {', '.join(PACKAGES)} hold only {len(result)} documents of {length} tokens"
     )
+
+
+def recording(
+    model: Any, tokenizer: Any, count: int, tokens: int, *, prompt_tokens: int = 32, steps: int = STEPS
+) -> Recording:
+    """What a model does on ``count`` documents: the beginning of each is a prompt, followed by its own ``tokens``."""
+    prompts = windows(tokenizer, count, prompt_tokens)
+    names = [f"{PACKAGES[i % len(PACKAGES)]} {i}" for i in range(count)]
+    with tqdm(total=count * (tokens - 1), desc="Recording", unit="position", disable=None) as bar:
+        return record(model, tokenizer, prompts, tokens, names=names, steps=steps, report=bar.update)
 
 
 def _files(package: str, min_bytes: int) -> list[Path]:

@@ -15,15 +15,13 @@ from .eviction import Ids
 from .slots import Promise, SlotPool
 from .table import SlotTable
 from .traffic import Traffic
+from .waves import DECODE_ROWS, NOTHING, by_use, waves
 
 if TYPE_CHECKING:
     from .store import ExpertStore
 
-DECODE_ROWS = 16  # a window of more rows is a prompt's
 SPLIT_SECONDS = 1e-3  # of reading, from which on it pays to compute with the resident experts apart
-STAYING_SHARE = 0.75  # of the slots, at most, that hold experts which stay while others go through in waves
 TIME_ONE_IN = 64  # computations that reads overlap, to know which reads the device had to wait for
-NOTHING: Ids = np.zeros(0, np.intp)
 
 
 class StreamedExperts(nn.Module):
@@ -119,7 +117,7 @@ class StreamedExperts(nn.Module):
         traffic.misses += len(missing)
         if len(missing):
             if not table.fits(missing, needed):
-                return self._in_groups(x, chosen, *self._waves(chosen, missing))
+                return self._in_groups(x, chosen, *by_use(table, chosen, missing))
             slow = len(missing) * self._read_seconds > SPLIT_SECONDS
             if slow and self._pool.splits and len(missing) < len(needed):
                 return self._in_groups(x, chosen, missing, needed)
@@ -130,40 +128,21 @@ class StreamedExperts(nn.Module):
         promise.fulfil(slots)
         return promise.outputs
 
-    def _waves(self, chosen: Ids, missing: Ids) -> tuple[Ids, Ids]:
-        """For a window that needs more experts than there are slots: the missing ones in the order in which they are to
-        be read, and the residents that stay meanwhile.
-
-        What the window uses most is in memory afterwards: such residents stay, and of the missing ones, such come last.
-        """
-        uses = np.bincount(chosen.ravel(), minlength=self.table.slot_of.size)
-        first = uses.argsort(kind="stable")[::-1][: int(STAYING_SHARE * self.table.room(NOTHING))]
-        return missing[uses[missing].argsort(kind="stable")], first[self.table.resident[first]]
-
     def _in_groups(self, x: mx.array, chosen: Ids, missing: Ids, staying: Ids) -> mx.array:
-        """Compute with what is resident while the missing experts are read, in waves if there is no room for all.
-
-        Two waves fit into the slots of those that do not stay, so that one is read while the one before computes.
-        """
+        """Compute with what is resident while the missing experts are read, in waves if there is no room for all."""
         table = self.table
         flat, results, entries = chosen.ravel(), [], []
-        half = max(1, table.room(staying) // 2)
-        group, before = table.resident[flat].nonzero()[0], NOTHING
+        group = table.resident[flat].nonzero()[0]
         busy_until = 0.0
-        while len(missing):
+        for wave, keep in waves(table, missing, staying):
             if len(group):
                 results.append(self._pairs(x, flat, group, chosen.shape))
                 entries.append(group)
                 busy_until = max(busy_until, perf_counter()) + self._time(results[-1], len(group))
-            keep = np.concatenate([staying, before])
-            if not (room := table.room(keep)):  # for a single wave only: the one before has to be computed first
-                keep, room = staying, table.room(staying)
-            count = len(missing) if len(missing) <= room else min(half, room)
-            wave, missing = missing[:count], missing[count:]
             self._fetch(wave, keep, busy_until)
             member = np.zeros(table.slot_of.size, np.bool_)
             member[wave] = True
-            group, before = member[flat].nonzero()[0], wave
+            group = member[flat].nonzero()[0]
         results.append(self._pairs(x, flat, group, chosen.shape))
         entries.append(group)
         axis = -2 if len(flat) == chosen.shape[-1] else 0

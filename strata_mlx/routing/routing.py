@@ -1,7 +1,7 @@
 """How the MoE layers of a model choose experts: policy, residency and executor in one value."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -41,11 +41,13 @@ class Routing:
 
     executor: what computes the selection; by default, and where a policy can act, the kernel on a GPU, and MLX ops
     elsewhere. Exact routing needs none: it builds and checks no kernel.
+    observer: is told the layer and the ids ``[..., T, K]`` of every selection, which may not have been computed yet.
     """
 
     policy: RoutingPolicy = field(default_factory=RoutingPolicy)
     residency: ResidencyMap | None = None
     executor: Executor | None = None
+    observer: Callable[[int, mx.array], object] | None = None
     _ranges: dict[int, LogitRange] = field(default_factory=dict)  # by layer, for cache_prior
     _maps: dict[int, tuple[int, mx.array | None]] = field(default_factory=dict)  # by layer: version, on the device
     _meter: Meter = field(default_factory=Meter)
@@ -85,6 +87,12 @@ class Routing:
         Where no score would be scaled, this is mlx-lm's own chain of operations on every device, bit for bit. The
         kernel is for policies: the chain keeps the weights in half precision, which saves a GPU conversions.
         """
+        selection = self._select(layer, logits, top_k, norm_topk)
+        if self.observer is not None:
+            self.observer(layer, selection[0])
+        return selection
+
+    def _select(self, layer: int, logits: mx.array, top_k: int, norm_topk: bool) -> Selection:
         if self.mode == "exact":
             return plain_router(logits, top_k, norm_topk)
         shape, rows = logits.shape, logits.reshape(-1, logits.shape[-1])

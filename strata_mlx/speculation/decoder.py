@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from .acceptance import accept_greedy, accept_sampled
 from .draft import MAX_STEPS, Drafter, MTPDrafter, Step
 from .pacing import Pacer
 from .record import Round, Stopwatch, Summary
-from .retention import PATHS, RetentionPolicy
+from .retention import PATHS, Retention, RetentionPolicy
 from .sampling import LogitsProcessor, Sampler, Sampling
 from .window import Window, check_rollback
 
@@ -75,7 +75,7 @@ class SpeculativeDecoder:
         tokenizer: its end-of-sequence tokens end the text. None: nothing but ``max_tokens`` does.
         prompt: token ids ``[N]``, at least one.
         max_tokens: how many to yield; -1 for no end.
-        retention: which drafts are verified.
+        retention: which drafts are verified, and how many of ``max_steps`` are made.
         max_steps: how many drafts a round makes, 1 to 8; None is default_steps().
         drafting: "chained" makes them in one evaluation; "stepwise" evaluates each and stops where the gates do.
         auto: draft only as long as it pays by the clock; else in every round.
@@ -85,6 +85,7 @@ class SpeculativeDecoder:
         drafter: None is the MTP head. filler: proposes more where it agrees with the retained drafts.
         prompt_cache: continued in place; a head has not seen what is in it.
         prefill_step_size, prompt_progress_callback: as in generate_step().
+        on_round: told every round, before its tokens are given.
 
     Raises:
         InputError: at once, for arguments out of range or caches that cannot be rolled back. Fault: while decoding.
@@ -97,7 +98,7 @@ class SpeculativeDecoder:
         *,
         prompt: mx.array | Sequence[int],
         max_tokens: int = 256,
-        retention: RetentionPolicy | None = None,
+        retention: Retention | None = None,
         max_steps: int | None = None,
         drafting: str = "chained",
         auto: bool = False,
@@ -108,6 +109,7 @@ class SpeculativeDecoder:
         prompt_cache: list[Any] | None = None,
         prefill_step_size: int = 2048,
         prompt_progress_callback: Progress | None = None,
+        on_round: Callable[[Round], object] | None = None,
     ):
         if max_tokens < -1:
             raise InputError(f"max_tokens is {max_tokens}; use a positive number, or -1 for no limit")
@@ -121,11 +123,12 @@ class SpeculativeDecoder:
         self.cache = make_cache(model) if prompt_cache is None else prompt_cache
         check_rollback(self.cache)
         self.rounds: list[Round] = []
+        self._on_round = on_round
         self._summary = Summary()
         self._trunk, self._model = Trunk(model), model
         self._blocks = blocks(model)
         self._left = max_tokens  # negative where there is no end
-        self._retention, self._max_steps, self._path = retention or RetentionPolicy(), max_steps, drafting
+        self._retention, self._max_steps, self._path = (retention or RetentionPolicy()).start(), max_steps, drafting
         greedy = sampler is None or (isinstance(sampler, Sampling) and sampler.temp == 0)
         self._sampler: Sampler = _likeliest if greedy or sampler is None else sampler
         self._processors = logits_processors
@@ -154,7 +157,7 @@ class SpeculativeDecoder:
     @property
     def summary(self) -> Summary:
         """Of the rounds so far."""
-        return replace(self._summary, parked=not self._pacer.drafting)
+        return replace(self._summary, parked=not self._drafting)
 
     def _decode(self, prompt: mx.array, step_size: int, report: Progress) -> Generator[Token, None, None]:
         if self._left == 0:
@@ -165,7 +168,7 @@ class SpeculativeDecoder:
             following = self._step_ahead(flight)
             tokens = self._land(flight)
             ended = self._left == 0 or tokens[-1].token in self._stops
-            asked = self._ask() if self._pacer.drafting and not (following or ended) else None
+            asked = self._ask() if self._drafting and not (following or ended) else None
             self._record(flight, len(tokens), steady=following is not None)
             if len(self.rounds) == 1:
                 report(prompt.size, prompt.size)
@@ -199,15 +202,20 @@ class SpeculativeDecoder:
         self._watch.lap()
         return self._launch(prompt[-1:], [], prompt[:-1])
 
+    @property
+    def _drafting(self) -> bool:
+        """Whether pacer and retention both want drafts in the next round."""
+        return self._pacer.drafting and self._retention.depth(self._max_steps) > 0
+
     def _step_ahead(self, flight: _Flight) -> _Flight | None:
         """A plain step on the token that a plain step is about to give, so that the device need not wait for us."""
-        if flight.drafts or self._left == 1 or self._pacer.drafting:
+        if flight.drafts or self._left == 1 or self._drafting:
             return None
         return self._launch(flight.token, [], self._seen(flight, 1), ahead=True)
 
     def _ask(self) -> Iterator[Step]:
         """Have the device begin with the next drafts: with the whole chain, or with its first step."""
-        steps = islice(self._drafters[0].steps(), self._most())
+        steps = islice(self._drafters[0].steps(), self._retention.depth(self._most()))
         begun = list(steps if self._path == "chained" else islice(steps, 1))
         evaluate([(step.token, step.confidence) for step in begun], "drafting", wait=False)
         return chain(begun, steps)
@@ -224,14 +232,15 @@ class SpeculativeDecoder:
     def _retain(self, asked: Iterator[Step]) -> tuple[list[Step], list[float]]:
         """The drafts that pass the gates and what the filler adds, and the confidences of all that were made."""
         gate = self._retention.gate(self._path)
-        kept: list[Step] = []
+        made: list[Step] = []
         confidences: list[float] = []
         for step in asked:
+            made.append(step)
             confidences.append(_confidence(step))
-            if gate.offer(confidences[-1]):
-                kept.append(step)
+            gate.offer(confidences[-1])
             if self._path == "stepwise" and not gate.open:
                 break
+        kept = made[: gate.kept]
         filling = self._fill(kept)
         return kept + filling, confidences + [_confidence(step) for step in filling]
 
@@ -315,8 +324,12 @@ class SpeculativeDecoder:
             self._pacer.step(record.seconds)
         elif self.rounds:
             self._pacer.change(record.seconds)
+        if self.rounds:  # the first one starts cold
+            self._retention.learn(record)
         self.rounds.append(record)
         self._summary.add(record)
+        if self._on_round:
+            self._on_round(record)
         if len(self.rounds) % 256 == 0:
             mx.clear_cache()
 

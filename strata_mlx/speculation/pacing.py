@@ -18,13 +18,14 @@ class Pacer:
     within SHARE of the time so far. So what does not pay is tried the more rarely the more it loses, and costs no more
     than that share; what pays goes on.
 
-    always: draft in every round, whatever it costs.
+    always: draft in every round, whatever it costs. plain: seconds of a plain step, where they are known before one
+    was measured.
     """
 
-    def __init__(self, always: bool = False):
+    def __init__(self, always: bool = False, plain: float | None = None):
         self._always = always
         self._elapsed = self._loss = 0.0
-        self._plain, self._steps = 0.0, 0
+        self._plain, self._steps = (0.0, 0) if plain is None else (plain, FIRST_STEPS)
         self._losses: deque[float] = deque(maxlen=_RECENT)
 
     def step(self, seconds: float) -> None:
@@ -52,5 +53,8 @@ class Pacer:
         """Whether the next round should draft."""
         if self._always or self._steps < FIRST_STEPS:
             return self._always
-        expected = sum(self._losses) / max(len(self._losses), 1)
+        return self.affords(sum(self._losses) / max(len(self._losses), 1))
+
+    def affords(self, expected: float) -> bool:
+        """Whether a round that is expected to lose so many seconds stays within the share."""
         return self._loss + max(expected, 0.0) <= SHARE * self._elapsed

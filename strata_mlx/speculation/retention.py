@@ -19,6 +19,7 @@ from numbers import Real
 from typing import Any, Protocol, SupportsFloat
 
 from ..errors import InputError
+from .record import Round
 
 SCHEDULE_VARIABLE = "STRATA_METAL_SPEC_MIN_P_SCHEDULE"
 CUMULATIVE_VARIABLE = "STRATA_METAL_SPEC_MIN_CUM_P"
@@ -30,6 +31,41 @@ class _Array(Protocol):
     """An array of NumPy or MLX."""
 
     def tolist(self) -> Any: ...
+
+
+class Gate(Protocol):
+    """One round of a policy: offer the confidences of the drafts in order, then ask how many are kept.
+
+    kept: how many of those offered so far. open: whether another one may be worth making, should that cost something.
+    """
+
+    @property
+    def kept(self) -> int: ...
+
+    @property
+    def open(self) -> bool: ...
+
+    def offer(self, p: SupportsFloat) -> bool:
+        """Whether the next draft, of confidence ``p``, is among those kept so far. Raises InputError: not a number."""
+
+
+class Controller(Protocol):
+    """A policy at work on one text."""
+
+    def depth(self, most: int) -> int:
+        """How many drafts, up to ``most``, to make for the next round; 0 is a plain step."""
+
+    def gate(self, path: str = "chained") -> Gate:
+        """The rule for one round. path: how the drafts are made, one of PATHS; another raises InputError."""
+
+    def learn(self, latest: Round) -> None:
+        """Take note of a round, or of a plain step."""
+
+
+class Retention(Protocol):
+    """A policy: a value, of which start() makes what follows a text."""
+
+    def start(self) -> Controller: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +104,18 @@ class RetentionPolicy:
         """What the candidate of this step (0, 1, ...) must reach by itself."""
         return self.min_p if self.schedule is None else self.schedule[min(step, len(self.schedule) - 1)]
 
-    def gate(self, path: str = "chained") -> Gate:
+    def start(self) -> RetentionPolicy:
+        """Itself, as its rule is the same throughout a text."""
+        return self
+
+    def depth(self, most: int) -> int:
+        """All drafts that are wanted."""
+        return most
+
+    def learn(self, latest: Round) -> None:
+        """Nothing."""
+
+    def gate(self, path: str = "chained") -> FloorGate:
         """The rule for one round, to be asked candidate by candidate.
 
         Args:
@@ -79,7 +126,7 @@ class RetentionPolicy:
         """
         if path not in PATHS:
             raise InputError(f"retention: path is {path!r}, expected one of {', '.join(PATHS)}")
-        return Gate(self, path)
+        return FloorGate(self, path)
 
     def retain(self, probs: Iterable[SupportsFloat] | _Array, path: str = "chained") -> int:
         """How many of a round's drafts to verify.
@@ -177,8 +224,8 @@ class RetentionPolicy:
         return " and ".join(parts) or "every draft"
 
 
-class Gate:
-    """One round of a policy: offer the candidates in order, stop when it is no longer open. Made by ``policy.gate``."""
+class FloorGate:
+    """One round of a RetentionPolicy: offer the candidates in order, stop when it is no longer open."""
 
     def __init__(self, policy: RetentionPolicy, path: str) -> None:
         self.kept = 0
@@ -196,7 +243,7 @@ class Gate:
         """
         if not self.open:
             return False
-        self.open = self._passes(_observed(p))
+        self.open = self._passes(observed(p))
         keep = self.open or self._keeps_first_failure
         self.kept += keep
         return keep
@@ -299,7 +346,8 @@ def _of_length(schedule: tuple[float, ...]) -> tuple[float, ...]:
     return schedule
 
 
-def _observed(p: SupportsFloat) -> float:
+def observed(p: SupportsFloat) -> float:
+    """A confidence as a double. Raises InputError: not a number."""
     try:
         return float(p)
     except OverflowError:

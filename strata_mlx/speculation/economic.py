@@ -1,0 +1,290 @@
+"""Retention by what a draft is worth: its calibrated chance to be committed, against the time that its row costs.
+
+The rule is that of ``economics``: where decoding earns ``rate`` tokens per second, a round should have the k drafts
+that maximise ``R_k - rate * C_k``. What the rule needs is measured beforehand, and followed while a text is decoded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, SupportsFloat
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import InputError
+from .calibration import Calibration, known, number, numbers, read_json
+from .economics import best_k, best_rate, expected_tokens
+from .pacing import Pacer
+from .record import Round
+from .retention import PATHS, observed
+
+KIND = "economic"
+_CHAINS = 32  # latest ones, by which the number of drafts is chosen
+_HALF_LIFE = 64.0  # rounds after which a measurement counts half
+_TRUST = 32.0  # rounds that the measurements made beforehand count as
+_DOUBT = 8.0  # the more, the longer until the calibration is corrected: a variance of accepted drafts
+_MOST_SHIFT = 2.0  # of the calibration's log-odds
+_MARGIN = 0.01  # tokens by which another number of drafts must be better, so that it does not change at every round
+
+
+@dataclass(frozen=True)
+class EconomicPolicy:
+    """What retention needs to know about model, machine and storage.
+
+    Args:
+        calibration: the probability that a draft is accepted, by its confidence.
+        plain_seconds: of a plain step, all experts resident.
+        draft_seconds: of making 1, 2, ... n drafts, n from 1 to 8.
+        verify_seconds: of windows of 1, 2, ... n + 1 rows, all experts resident.
+        draft_misses, verify_misses: experts that these read, on average; none where nothing is given.
+        miss_seconds: of each.
+        chains: confidences of typical chains, n each, by which to choose how many drafts to make until there are
+            chains of the text.
+
+    Raises:
+        InputError: a value of the wrong type or out of its range, or lengths that do not go together.
+    """
+
+    calibration: Calibration
+    plain_seconds: float
+    draft_seconds: tuple[float, ...]
+    verify_seconds: tuple[float, ...]
+    draft_misses: tuple[float, ...] = ()
+    verify_misses: tuple[float, ...] = ()
+    miss_seconds: float = 0.0
+    chains: tuple[tuple[float, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("plain_seconds", "miss_seconds"):
+            object.__setattr__(self, name, number(f"economic policy: {name}", getattr(self, name)))
+        for name in ("draft_seconds", "verify_seconds", "draft_misses", "verify_misses"):
+            object.__setattr__(self, name, numbers(f"economic policy: {name}", getattr(self, name)))
+        if not isinstance(self.calibration, Calibration):
+            raise InputError("economic policy: calibration must be a Calibration")
+        chains = tuple(numbers(f"economic policy: chains[{i}]", chain) for i, chain in enumerate(self.chains))
+        object.__setattr__(self, "chains", chains)
+        n = self.steps
+        if not 1 <= n <= 8 or len(self.verify_seconds) != n + 1:
+            raise InputError(
+                f"economic policy: {n} draft_seconds and {len(self.verify_seconds)} verify_seconds; expected 1 to 8 of "
+                "the first, and one more of the second"
+            )
+        if len(self.draft_misses) not in (0, n) or len(self.verify_misses) not in (0, n + 1):
+            raise InputError("economic policy: draft_misses and verify_misses must be as many as the seconds, or none")
+        if any(len(chain) != n or not all(0 <= p <= 1 for p in chain) for chain in chains):
+            raise InputError(f"economic policy: chains must be of {n} confidences from 0 to 1")
+        if min(self.plain_seconds, *self.verify_seconds) <= 0:
+            raise InputError("economic policy: plain_seconds and verify_seconds must be positive")
+        if min(*self.draft_seconds, *self.draft_misses, *self.verify_misses, self.miss_seconds, 0) < 0:
+            raise InputError("economic policy: draft_seconds, misses and miss_seconds must not be negative")
+
+    @property
+    def steps(self) -> int:
+        """n, the most drafts."""
+        return len(self.draft_seconds)
+
+    @property
+    def verify_costs(self) -> NDArray[np.float64]:
+        """Expected seconds of windows of 1, 2, ... rows, ``[n + 1]``."""
+        return np.add(self.verify_seconds, np.multiply(self.verify_misses or 0.0, self.miss_seconds))
+
+    @property
+    def draft_costs(self) -> NDArray[np.float64]:
+        """Expected seconds of making 0, 1, ... drafts, ``[n + 1]``."""
+        return np.append(0.0, np.add(self.draft_seconds, np.multiply(self.draft_misses or 0.0, self.miss_seconds)))
+
+    @property
+    def plain_cost(self) -> float:
+        """Expected seconds of a plain step."""
+        return self.plain_seconds + (self.verify_misses[0] * self.miss_seconds if self.verify_misses else 0.0)
+
+    @property
+    def chances(self) -> NDArray[np.float64]:
+        """Of the drafts of the typical chains to be accepted, each once those before were, ``[chains, n]``."""
+        return np.array([self.calibration.acceptances(chain) for chain in self.chains or [(0.5,) * self.steps]])
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, the most that any number of drafts promises for the typical chains."""
+        chances, verify, draft = self.chances, self.verify_costs, self.draft_costs
+        rates = [best_rate(chances[:, :n], verify[: n + 1], draft[n]) for n in range(1, self.steps + 1)]
+        return max(1 / self.plain_cost, *rates)
+
+    def start(self) -> EconomicController:
+        """What follows one text."""
+        return EconomicController(self)
+
+    def to_json(self) -> str:
+        """The policy as one JSON object."""
+        return json.dumps({"kind": KIND, **asdict(self)}, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> EconomicPolicy:
+        """The policy that ``to_json`` wrote. Raises InputError for anything else."""
+        values: dict[str, Any] = read_json("economic policy", text)
+        if (kind := values.pop("kind", None)) != KIND:
+            raise InputError(f"economic policy: kind is {kind!r}, expected {KIND!r}")
+        required = ("calibration", "plain_seconds", "draft_seconds", "verify_seconds")
+        known("economic policy", values, cls, required)
+        chains = values.get("chains", ())
+        if not isinstance(chains, list | tuple):
+            raise InputError("economic policy: chains must be a list")
+        return cls(**{**values, "calibration": Calibration.from_dict(values["calibration"])})
+
+    def __str__(self) -> str:
+        return f"economic, {self.steps} drafts at most, from {self.rate:.1f} tokens per second"
+
+
+class EconomicController:
+    """Follows one text: which drafts are worth their time, and whether drafting is worth it at all.
+
+    It follows the rate, how much slower or faster than measured beforehand this machine is, how far acceptance is off
+    its calibration, and the latest chains. A number of drafts is left only for one that is better by a margin. Where
+    the best number is none, drafting is probed, within the share of the time that pacing allows.
+    """
+
+    def __init__(self, policy: EconomicPolicy):
+        self._policy = policy
+        self._verify, self._draft, self._plain = policy.verify_costs, policy.draft_costs, policy.plain_cost
+        self._pacer = Pacer(plain=self._plain)
+        self._keep = 2 ** (-1 / _HALF_LIFE)
+        round_cost = policy.plain_cost
+        self._tokens, self._seconds = _TRUST * round_cost * policy.rate, _TRUST * round_cost
+        self._expected = self._measured = _TRUST * round_cost
+        self._surplus, self._variance = 0.0, _DOUBT
+        chances = policy.chances
+        self._typical = chances.mean(axis=0)  # [n]
+        self._chains: deque[NDArray[np.float64]] = deque(chances[-_CHAINS:], _CHAINS)
+        self._worth = self._depths()
+        self._depth = int(np.argmax(self._worth))
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, of late."""
+        return self._tokens / self._seconds
+
+    @property
+    def pace(self) -> float:
+        """Seconds that take one second by the policy's measurements."""
+        return self._measured / self._expected
+
+    @property
+    def shift(self) -> float:
+        """Of the log-odds of acceptance, from what the calibration says."""
+        return float(np.clip(self._surplus / self._variance, -_MOST_SHIFT, _MOST_SHIFT))
+
+    def depth(self, most: int) -> int:
+        """How many drafts, up to ``most``, the next round should make; 0 is a plain step."""
+        most = min(most, self._policy.steps)
+        if most < 1:
+            return 0
+        best = int(np.argmax(self._worth[: most + 1]))
+        current = min(self._depth, most)
+        if self._worth[best] <= self._worth[current] + _MARGIN:
+            best = current
+        if best == 0 and self._pacer.affords(float(self._worth[0] - self._worth[1 : most + 1].max()) / self.rate):
+            best = 1 + int(np.argmax(self._worth[1 : most + 1]))
+        return best
+
+    def gate(self, path: str = "chained") -> EconomicGate:
+        """The rule for one round. Raises InputError for a path that there is not."""
+        if path not in PATHS:
+            raise InputError(f"retention: path is {path!r}, expected one of {', '.join(PATHS)}")
+        costs = (self._verify * self.pace, self._draft * self.pace)
+        return EconomicGate(self._policy.calibration, self.shift, self.rate, *costs, self._typical, path)
+
+    def learn(self, latest: Round) -> None:
+        """Take note of a round, or of a plain step."""
+        policy, made = self._policy, len(latest.confidences)
+        drafts, rows = min(made, policy.steps), min(latest.rows, policy.steps + 1)
+        expected = self._draft[drafts] + self._verify[rows - 1] if made else self._plain
+        self._tokens = self._tokens * self._keep + latest.committed
+        self._seconds = self._seconds * self._keep + latest.seconds
+        self._measured = self._measured * self._keep + latest.seconds
+        self._expected = self._expected * self._keep + expected
+        if made:
+            self._pacer.round(latest.seconds, latest.committed)
+            self._compare(latest)
+        else:
+            self._pacer.step(latest.seconds)
+        self._worth = self._depths()
+        best = int(np.argmax(self._worth))
+        if self._worth[best] > self._worth[self._depth] + _MARGIN:
+            self._depth = best
+
+    def _compare(self, latest: Round) -> None:
+        """Of the drafts whose outcome is known: how many were accepted, against how many should have been."""
+        chance = np.array(self._policy.calibration.acceptances(latest.confidences[: self._policy.steps]))
+        tried = chance[: min(latest.accepted + 1, latest.retained)]
+        self._surplus = self._surplus * self._keep + min(latest.accepted, len(tried)) - tried.sum()
+        self._variance = (self._variance - _DOUBT) * self._keep + (tried * (1 - tried)).sum() + _DOUBT
+        self._chains.append(np.append(chance, self._typical[len(chance) :]))
+
+    def _depths(self) -> NDArray[np.float64]:
+        """What a round of 0, 1, ... drafts is worth, in tokens more than its time could earn, ``[n + 1]``."""
+        chances = shifted(np.array(self._chains), self.shift)
+        worth = expected_tokens(chances) - self.rate * self.pace * self._verify  # [chains, n + 1]
+        best = np.maximum.accumulate(worth, axis=1).mean(axis=0) - self.rate * self.pace * self._draft
+        best[0] = 1 - self.rate * self.pace * self._plain
+        return np.asarray(best)
+
+
+class EconomicGate:
+    """One round: offer the drafts' confidences in order; ``kept`` says how many of them to verify.
+
+    open: whether another draft may be worth making: on the stepwise path, whether its expected gain exceeds the time
+    that it takes. A confidence that is no probability ends the round.
+    """
+
+    def __init__(
+        self,
+        calibration: Calibration,
+        shift: float,
+        rate: float,
+        verify: NDArray[np.float64],
+        draft: NDArray[np.float64],
+        typical: NDArray[np.float64],
+        path: str,
+    ):
+        self.open = True
+        self._calibration, self._shift, self._rate = calibration, shift, rate
+        self._verify, self._draft, self._typical, self._stepwise = verify, draft, typical, path == "stepwise"
+        self._chances: list[float] = []
+        self._before = 1.0
+
+    @property
+    def kept(self) -> int:
+        """How many of the drafts offered so far to verify."""
+        n = len(self._chances)
+        return int(best_k(self._chances, self._verify[: n + 1], rate=self._rate)) if n else 0
+
+    def offer(self, p: SupportsFloat) -> bool:
+        """Whether the next draft, of confidence ``p``, is worth its row so far. Raises InputError: not a number."""
+        if not self.open:
+            return False
+        value, place = observed(p), len(self._chances)
+        if not 0 <= value <= 1 or place >= len(self._draft) - 1:
+            self.open = False
+            return False
+        chance = self._calibration.acceptance(place, value, self._before)
+        self._chances.append(float(shifted(np.array([chance]), self._shift)[0]))
+        self._before *= value
+        if self._stepwise:
+            self.open = self._goes_on()
+        return self.kept > place
+
+    def _goes_on(self) -> bool:
+        n = len(self._chances)
+        likely = [*self._chances, *shifted(self._typical[n:], self._shift)]
+        made = np.maximum(self._draft, self._draft[n])  # what has been drafted is paid for
+        return int(best_k(likely, self._verify, made, rate=self._rate)) > n
+
+
+def shifted(chances: NDArray[np.float64], shift: float) -> NDArray[np.float64]:
+    """Probabilities with ``shift`` added to their log-odds."""
+    odds = np.exp(shift)
+    return np.asarray(chances * odds / (1 - chances + chances * odds))
