@@ -15,15 +15,13 @@ from .eviction import Ids
 from .slots import Promise, SlotPool
 from .table import SlotTable
 from .traffic import Traffic
+from .waves import DECODE_ROWS, NOTHING, plan_waves
 
 if TYPE_CHECKING:
     from .store import ExpertStore
 
-DECODE_ROWS = 16  # a window of more rows is a prompt's
 SPLIT_SECONDS = 3e-4  # of reading, from which on it pays to compute with the resident experts apart
-PROMPT_SHARE = 0.5  # of the slots, which the waves of a prompt go through; what is in the others stays
 TIME_ONE_IN = 64  # computations that reads overlap, to know which reads the device had to wait for
-NOTHING: Ids = np.zeros(0, np.intp)
 
 
 class StreamedExperts(nn.Module):
@@ -100,7 +98,7 @@ class StreamedExperts(nn.Module):
         traffic.misses += len(missing)
         if len(missing):
             if len(missing) > table.room(needed):
-                return self._in_groups(x, chosen, *self._waves(chosen, missing))
+                return self._in_groups(x, chosen, *plan_waves(table, chosen, missing))
             slow = len(missing) * self._read_seconds > SPLIT_SECONDS
             if slow and self._pool.splits and len(missing) < len(needed):
                 return self._in_groups(x, chosen, [missing], needed)
@@ -110,21 +108,6 @@ class StreamedExperts(nn.Module):
             return self._pool(x, slots)
         promise.fulfil(slots)
         return promise.outputs
-
-    def _waves(self, chosen: Ids, missing: Ids) -> tuple[list[Ids], Ids]:
-        """The missing experts of a window that needs more than there are slots, a wave at a time, and the residents
-        that stay.
-
-        Two waves fit into the slots that they use, so that one is read while the one before computes.
-        """
-        table = self.table
-        slots = table.room(NOTHING)
-        if chosen.size > DECODE_ROWS * chosen.shape[-1]:
-            slots = max(1, round(slots * PROMPT_SHARE))
-        size = max(1, slots // 2)
-        uses = np.bincount(chosen.ravel(), minlength=table.slot_of.size)
-        order = missing[uses[missing].argsort(kind="stable")]  # the last ones stay
-        return [order[i : i + size] for i in range(0, len(order), size)], table.staying(slots)
 
     def _in_groups(self, x: mx.array, chosen: Ids, waves: list[Ids], staying: Ids) -> mx.array:
         """Compute with what is resident while the first wave is read, and with each wave while the next one is."""

@@ -19,7 +19,8 @@ class SlotTable:
     never make room once they are resident.
 
     slot_of: int32 ``[experts]``, -1 where an expert is not resident. resident: bool ``[experts]``. version: grows
-    whenever ``resident`` changes. counts: int64 ``[experts]``, how often each was selected.
+    whenever ``resident`` changes. counts: int64 ``[experts]``, how often each was selected. filled: how many experts
+    have been put into slots until now.
     All are to be read only; the arrays stay the same objects.
     """
 
@@ -29,6 +30,7 @@ class SlotTable:
         self.resident: NDArray[np.bool_] = np.zeros(experts, np.bool_)
         self.version = 0
         self.counts: NDArray[np.int64] = np.zeros(experts, np.int64)
+        self.filled = 0
         self.eviction = eviction
         self._evictable = np.ones(experts, np.bool_)
         self._evictable[list(pinned)] = False
@@ -84,6 +86,7 @@ class SlotTable:
                 raise ValueError(f"slot {slot} is not reserved for expert {expert}")
             self.slot_of[expert] = slot
             self.resident[expert] = True
+        self.filled += len(pairs)
         self.version += 1
 
     def recover(self) -> None:

@@ -19,7 +19,7 @@ from ..models.trunk import Hidden, Trunk
 from .sampling import Sampling
 
 MAX_STEPS = 8
-_CAUGHT_UP = 32  # tokens that a head which was not asked for long still reads, the latest ones
+CAUGHT_UP = 32  # tokens that a head which was not asked for long still reads, the latest ones
 _SHORTEST, _LONGEST = 3, 32  # suffixes that prompt lookup searches for
 
 
@@ -78,7 +78,7 @@ class MTPDrafter:
     def observe(self, tokens: mx.array, hidden: Hidden) -> None:
         self._observed.append((tokens, getattr(hidden, self._head.takes)))
         waiting = sum(tokens.size for tokens, _ in self._observed)
-        while waiting - self._observed[0][0].size >= _CAUGHT_UP:
+        while waiting - self._observed[0][0].size >= CAUGHT_UP:
             waiting -= self._observed.pop(0)[0].size
 
     def catch_up(self) -> list[mx.array]:
