@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from .prefill import (
     rows_at_a_time,
 )
 from .speculation.decoder import SpeculativeDecoder, Token
-from .speculation.record import Summary
+from .speculation.record import Round, Summary
 from .speculation.retention import RetentionPolicy
 from .speculation.sampling import LogitsProcessor, Sampler
 from .speculation.window import check_rollback
@@ -141,6 +141,7 @@ def stream_generate(
     retention: RetentionPolicy | None = None,
     max_steps: int | None = None,
     drafting: str = "chained",
+    on_round: Callable[[Round], object] | None = None,
     **kwargs: Any,
 ) -> Iterator[GenerationResponse]:
     """Yield a GenerationResponse for each generated token; the last one has a ``finish_reason``.
@@ -148,7 +149,8 @@ def stream_generate(
     prompt: text or token ids. max_tokens: at least 1, or -1 for no limit. kwargs: of generate_step().
     mtp: True drafts with the model's MTP head in every round. "auto" drafts while it pays by the clock, where the model
     has a head and its caches can be rolled back; greedy text is the same, but a seed does not repeat a sampled one.
-    retention, max_steps, drafting: as in SpeculativeDecoder, for drafts.
+    retention, max_steps, drafting: as in SpeculativeDecoder, for drafts. on_round: told every round before its tokens
+    are given, and without drafting every step; the seconds of the first are then those of the prompt too.
     """
     if max_tokens == 0:
         raise InputError("max_tokens is 0: nothing would be generated; use -1 for no limit")
@@ -159,8 +161,10 @@ def stream_generate(
     if _speculates(model, mtp, kwargs):
         given = {name: value for name, value in kwargs.items() if name not in _CACHE_OPTIONS}
         given |= {"retention": retention, "max_steps": max_steps, "drafting": drafting, "auto": mtp == "auto"}
+        given["on_round"] = on_round
         decoder = SpeculativeDecoder(model, tokenizer, prompt=tokens, max_tokens=max_tokens, **given)
-    with wired_limit(model), closing(decoder or _plain(tokens, model, max_tokens=max_tokens, **kwargs)) as decoded:
+    steps = decoder or _plain(tokens, model, on_round, max_tokens=max_tokens, **kwargs)
+    with wired_limit(model), closing(steps) as decoded:
         start = time.perf_counter()
         prompt_time = 0.0
         for count, (token, logprobs, from_draft) in enumerate(decoded, 1):
@@ -190,9 +194,15 @@ def stream_generate(
                 return
 
 
-def _plain(tokens: mx.array, model: nn.Module, **kwargs: Any) -> Generator[Token, None, None]:
+def _plain(
+    tokens: mx.array, model: nn.Module, on_round: Callable[[Round], object] | None, **kwargs: Any
+) -> Generator[Token, None, None]:
+    start = time.perf_counter()
     for token, logprobs in generate_step(tokens, model, **kwargs):
+        if on_round:
+            on_round(Round((), 0, 0, 1, 0.0, time.perf_counter() - start, 0.0))
         yield Token(token, logprobs, from_draft=False)
+        start = time.perf_counter()
 
 
 _CACHE_OPTIONS = ("max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")  # of generate_step()

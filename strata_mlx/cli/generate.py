@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError
 from ..routing import RoutingPolicy
 from ..speculation.retention import RetentionPolicy
+from ..trace import TraceWriter
 from . import started
 from .experts import add_experts, describe_memory, describe_traffic, loading_options, traffic_report
 from .options import NotHere, add_kv_cache, add_model, boolean, number, read_prompt, utf8
@@ -71,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--verbose", type=boolean, default=True, help="False prints the text alone")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write what every round did and took, as a line of JSON each"
+    )
     for option, reason in {
         "--trust-remote-code": "code from a model's folder is never run",
         "--image": "only the text part of a model is run",
@@ -155,7 +159,23 @@ def run(args: argparse.Namespace) -> int:
     retention, mtp = RetentionPolicy.from_args(args), _mtp(args)
     text = read_prompt(args.prompt.replace("\\n", "\n").replace("\\t", "\t"))
     policy = RoutingPolicy.from_args(args)
+    trace = TraceWriter(args.trace) if args.trace else None
+    try:
+        return _generate(args, template_config, retention, mtp, text, policy, trace)
+    finally:
+        if trace:
+            trace.close()
 
+
+def _generate(
+    args: argparse.Namespace,
+    template_config: dict[str, Any],
+    retention: RetentionPolicy,
+    mtp: bool | str,
+    text: str,
+    policy: RoutingPolicy,
+    trace: TraceWriter | None,
+) -> int:
     import mlx.core as mx
 
     from ..engine import stream_generate
@@ -216,12 +236,22 @@ def run(args: argparse.Namespace) -> int:
         kv_group_size=args.kv_group_size,
         quantized_kv_start=args.quantized_kv_start,
         prompt_progress_callback=prompt_progress(len(prompt), args.prefill_step_size) if args.verbose else None,
+        on_round=trace.round if trace else None,
     )
+    if trace:
+        trace.begin(model, {**_traced_options(args), "retention": str(retention), "routing": routing.to_dict()})
+        responses = trace.follow(responses)
     started()
     try:
         return _print(responses, args, routing, model)
     finally:
         save_profile(model)
+
+
+def _traced_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Those that say how a text is made, for the header of its trace."""
+    names = ("model", "max_tokens", "mtp", "mtp_max_steps", "drafting", "temp", "top_p", "min_p", "top_k", "seed")
+    return {name: getattr(args, name) for name in (*names, "memory", "eviction")}
 
 
 def _print(responses: Any, args: argparse.Namespace, routing: Routing, model: Any) -> int:

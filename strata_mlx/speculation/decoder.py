@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -85,6 +85,7 @@ class SpeculativeDecoder:
         drafter: None is the MTP head. filler: proposes more where it agrees with the retained drafts.
         prompt_cache: continued in place; a head has not seen what is in it.
         prefill_step_size, prompt_progress_callback: as in generate_step().
+        on_round: told every round, before its tokens are given.
 
     Raises:
         InputError: at once, for arguments out of range or caches that cannot be rolled back. Fault: while decoding.
@@ -108,6 +109,7 @@ class SpeculativeDecoder:
         prompt_cache: list[Any] | None = None,
         prefill_step_size: int = 2048,
         prompt_progress_callback: Progress | None = None,
+        on_round: Callable[[Round], object] | None = None,
     ):
         if max_tokens < -1:
             raise InputError(f"max_tokens is {max_tokens}; use a positive number, or -1 for no limit")
@@ -121,6 +123,7 @@ class SpeculativeDecoder:
         self.cache = make_cache(model) if prompt_cache is None else prompt_cache
         check_rollback(self.cache)
         self.rounds: list[Round] = []
+        self._on_round = on_round
         self._summary = Summary()
         self._trunk, self._model = Trunk(model), model
         self._blocks = blocks(model)
@@ -325,6 +328,8 @@ class SpeculativeDecoder:
             self._retention.learn(record)
         self.rounds.append(record)
         self._summary.add(record)
+        if self._on_round:
+            self._on_round(record)
         if len(self.rounds) % 256 == 0:
             mx.clear_cache()
 

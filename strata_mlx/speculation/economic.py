@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, SupportsFloat
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from .calibration import Calibration, known, number, numbers, read_json
+from .calibration import MAX_POSITIONS, Calibration, known, number, numbers, read_json
 from .economics import best_k, best_rate, expected_tokens
 from .pacing import Pacer
 from .record import Round
@@ -26,7 +26,7 @@ KIND = "economic"
 _CHAINS = 32  # latest ones, by which the number of drafts is chosen
 _HALF_LIFE = 64.0  # rounds after which a measurement counts half
 _TRUST = 32.0  # rounds that the measurements made beforehand count as
-_DOUBT = 8.0  # the more, the longer until the calibration is corrected: a variance of accepted drafts
+_DOUBT = 3.0  # the more, the longer until the calibration is corrected: a variance of accepted drafts
 _MOST_SHIFT = 2.0  # of the calibration's log-odds
 _MARGIN = 0.01  # tokens by which another number of drafts must be better, so that it does not change at every round
 
@@ -35,13 +35,14 @@ _MARGIN = 0.01  # tokens by which another number of drafts must be better, so th
 class EconomicPolicy:
     """What retention needs to know about model, machine and storage.
 
+    Seconds are those of a machine with its storage: reading the experts that a row needs and that are not in memory is
+    part of them.
+
     Args:
         calibration: the probability that a draft is accepted, by its confidence.
-        plain_seconds: of a plain step, all experts resident.
+        plain_seconds: of a plain step.
         draft_seconds: of making 1, 2, ... n drafts, n from 1 to 8.
-        verify_seconds: of windows of 1, 2, ... n + 1 rows, all experts resident.
-        draft_misses, verify_misses: experts that these read, on average; none where nothing is given.
-        miss_seconds: of each.
+        verify_seconds: of windows of 1, 2, ... n + 1 rows.
         chains: confidences of typical chains, n each, by which to choose how many drafts to make until there are
             chains of the text.
 
@@ -53,34 +54,28 @@ class EconomicPolicy:
     plain_seconds: float
     draft_seconds: tuple[float, ...]
     verify_seconds: tuple[float, ...]
-    draft_misses: tuple[float, ...] = ()
-    verify_misses: tuple[float, ...] = ()
-    miss_seconds: float = 0.0
-    chains: tuple[tuple[float, ...], ...] = ()
+    chains: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
-        for name in ("plain_seconds", "miss_seconds"):
-            object.__setattr__(self, name, number(f"economic policy: {name}", getattr(self, name)))
-        for name in ("draft_seconds", "verify_seconds", "draft_misses", "verify_misses"):
+        object.__setattr__(self, "plain_seconds", number("economic policy: plain_seconds", self.plain_seconds))
+        for name in ("draft_seconds", "verify_seconds"):
             object.__setattr__(self, name, numbers(f"economic policy: {name}", getattr(self, name)))
         if not isinstance(self.calibration, Calibration):
             raise InputError("economic policy: calibration must be a Calibration")
+        if isinstance(self.chains, str | bytes | dict) or not isinstance(self.chains, Iterable):
+            raise InputError("economic policy: chains must be a list of lists of confidences")
         chains = tuple(numbers(f"economic policy: chains[{i}]", chain) for i, chain in enumerate(self.chains))
         object.__setattr__(self, "chains", chains)
         n = self.steps
-        if not 1 <= n <= 8 or len(self.verify_seconds) != n + 1:
+        if not 1 <= n <= MAX_POSITIONS or len(self.verify_seconds) != n + 1:
             raise InputError(
-                f"economic policy: {n} draft_seconds and {len(self.verify_seconds)} verify_seconds; expected 1 to 8 of "
-                "the first, and one more of the second"
+                f"economic policy: {n} draft_seconds and {len(self.verify_seconds)} verify_seconds; expected 1 to "
+                f"{MAX_POSITIONS} of the first, and one more of the second"
             )
-        if len(self.draft_misses) not in (0, n) or len(self.verify_misses) not in (0, n + 1):
-            raise InputError("economic policy: draft_misses and verify_misses must be as many as the seconds, or none")
-        if any(len(chain) != n or not all(0 <= p <= 1 for p in chain) for chain in chains):
-            raise InputError(f"economic policy: chains must be of {n} confidences from 0 to 1")
-        if min(self.plain_seconds, *self.verify_seconds) <= 0:
-            raise InputError("economic policy: plain_seconds and verify_seconds must be positive")
-        if min(*self.draft_seconds, *self.draft_misses, *self.verify_misses, self.miss_seconds, 0) < 0:
-            raise InputError("economic policy: draft_seconds, misses and miss_seconds must not be negative")
+        if not chains or any(len(chain) != n or not all(0 <= p <= 1 for p in chain) for chain in chains):
+            raise InputError(f"economic policy: chains must be at least one, of {n} confidences from 0 to 1")
+        if min(self.plain_seconds, *self.verify_seconds) <= 0 or min(self.draft_seconds) < 0:
+            raise InputError("economic policy: seconds must be positive, and those of drafts not negative")
 
     @property
     def steps(self) -> int:
@@ -88,31 +83,16 @@ class EconomicPolicy:
         return len(self.draft_seconds)
 
     @property
-    def verify_costs(self) -> NDArray[np.float64]:
-        """Expected seconds of windows of 1, 2, ... rows, ``[n + 1]``."""
-        return np.add(self.verify_seconds, np.multiply(self.verify_misses or 0.0, self.miss_seconds))
-
-    @property
-    def draft_costs(self) -> NDArray[np.float64]:
-        """Expected seconds of making 0, 1, ... drafts, ``[n + 1]``."""
-        return np.append(0.0, np.add(self.draft_seconds, np.multiply(self.draft_misses or 0.0, self.miss_seconds)))
-
-    @property
-    def plain_cost(self) -> float:
-        """Expected seconds of a plain step."""
-        return self.plain_seconds + (self.verify_misses[0] * self.miss_seconds if self.verify_misses else 0.0)
-
-    @property
     def chances(self) -> NDArray[np.float64]:
         """Of the drafts of the typical chains to be accepted, each once those before were, ``[chains, n]``."""
-        return np.array([self.calibration.acceptances(chain) for chain in self.chains or [(0.5,) * self.steps]])
+        return np.array([self.calibration.acceptances(chain) for chain in self.chains])
 
     @property
     def rate(self) -> float:
         """Tokens per second, the most that any number of drafts promises for the typical chains."""
-        chances, verify, draft = self.chances, self.verify_costs, self.draft_costs
-        rates = [best_rate(chances[:, :n], verify[: n + 1], draft[n]) for n in range(1, self.steps + 1)]
-        return max(1 / self.plain_cost, *rates)
+        chances, verify = self.chances, self.verify_seconds
+        rates = [best_rate(chances[:, : n + 1], verify[: n + 2], made) for n, made in enumerate(self.draft_seconds)]
+        return max(1 / self.plain_seconds, *rates)
 
     def start(self) -> EconomicController:
         """What follows one text."""
@@ -128,15 +108,12 @@ class EconomicPolicy:
         values: dict[str, Any] = read_json("economic policy", text)
         if (kind := values.pop("kind", None)) != KIND:
             raise InputError(f"economic policy: kind is {kind!r}, expected {KIND!r}")
-        required = ("calibration", "plain_seconds", "draft_seconds", "verify_seconds")
+        required = ("calibration", "plain_seconds", "draft_seconds", "verify_seconds", "chains")
         known("economic policy", values, cls, required)
-        chains = values.get("chains", ())
-        if not isinstance(chains, list | tuple):
-            raise InputError("economic policy: chains must be a list")
         return cls(**{**values, "calibration": Calibration.from_dict(values["calibration"])})
 
     def __str__(self) -> str:
-        return f"economic, {self.steps} drafts at most, from {self.rate:.1f} tokens per second"
+        return f"economic, up to {self.steps} drafts, {self.rate:.1f} tokens per second expected"
 
 
 class EconomicController:
@@ -149,12 +126,12 @@ class EconomicController:
 
     def __init__(self, policy: EconomicPolicy):
         self._policy = policy
-        self._verify, self._draft, self._plain = policy.verify_costs, policy.draft_costs, policy.plain_cost
+        self._verify, self._draft = np.array(policy.verify_seconds), np.array([0.0, *policy.draft_seconds])
+        self._plain = policy.plain_seconds
         self._pacer = Pacer(plain=self._plain)
         self._keep = 2 ** (-1 / _HALF_LIFE)
-        round_cost = policy.plain_cost
-        self._tokens, self._seconds = _TRUST * round_cost * policy.rate, _TRUST * round_cost
-        self._expected = self._measured = _TRUST * round_cost
+        self._seconds = self._expected = self._measured = _TRUST * self._plain
+        self._tokens = self._seconds * policy.rate
         self._surplus, self._variance = 0.0, _DOUBT
         chances = policy.chances
         self._typical = chances.mean(axis=0)  # [n]
