@@ -18,6 +18,17 @@ from .replayer import replay
 CHAINS = 64  # that a policy takes along
 
 
+class _NoDrafts(RetentionPolicy):
+    def depth(self, most: int) -> int:  # noqa: ARG002
+        return 0
+
+    def __str__(self) -> str:
+        return "no drafts"
+
+
+PLAIN = _NoDrafts()
+
+
 def calibrate(recording: Recording) -> Calibration:
     """The calibration of all documents together."""
     documents = recording.documents
@@ -36,7 +47,7 @@ def tune(recording: Recording, costs: CostModel, calibration: Calibration, **opt
         full = [each for each in rounds if each.retained == depth]
         draft.append(_mean(full, "draft_seconds"))
         verify.append(_mean(full, "verify_seconds", "commit_seconds"))
-    rounds = replay(recording, _NoDrafts(), costs, **options).later
+    rounds = replay(recording, PLAIN, costs, **options).later
     plain_seconds = _mean(rounds, "verify_seconds", "commit_seconds")
     rounds = replay(recording, RetentionPolicy(min_cum_p=1.0), costs, **{**options, "steps": 1}).later
     verify[0] = _mean([each for each in rounds if each.drafted and not each.retained] or rounds, "verify_seconds")
@@ -48,10 +59,3 @@ def tune(recording: Recording, costs: CostModel, calibration: Calibration, **opt
 
 def _mean(rounds: list[Round], *parts: str) -> float:
     return float(np.mean([sum(getattr(each, part) for part in parts) for each in rounds]))
-
-
-class _NoDrafts(RetentionPolicy):
-    """Plain steps throughout."""
-
-    def depth(self, most: int) -> int:  # noqa: ARG002
-        return 0

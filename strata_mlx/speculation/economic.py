@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, SupportsFloat
 
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from .calibration import MAX_POSITIONS, Calibration, known, number, numbers, read_json
+from .calibration import MAX_POSITIONS, Calibration, items, known, number, numbers, read_json
 from .economics import best_k, best_rate, expected_tokens
 from .pacing import Pacer
 from .record import Round
@@ -62,9 +61,8 @@ class EconomicPolicy:
             object.__setattr__(self, name, numbers(f"economic policy: {name}", getattr(self, name)))
         if not isinstance(self.calibration, Calibration):
             raise InputError("economic policy: calibration must be a Calibration")
-        if isinstance(self.chains, str | bytes | dict) or not isinstance(self.chains, Iterable):
-            raise InputError("economic policy: chains must be a list of lists of confidences")
-        chains = tuple(numbers(f"economic policy: chains[{i}]", chain) for i, chain in enumerate(self.chains))
+        rows = items("economic policy: chains", self.chains)
+        chains = tuple(numbers(f"economic policy: chains[{i}]", chain) for i, chain in enumerate(rows))
         object.__setattr__(self, "chains", chains)
         n = self.steps
         if not 1 <= n <= MAX_POSITIONS or len(self.verify_seconds) != n + 1:
@@ -125,7 +123,7 @@ class EconomicController:
     """
 
     def __init__(self, policy: EconomicPolicy):
-        self._policy = policy
+        self._policy, self._begun = policy, False
         self._verify, self._draft = np.array(policy.verify_seconds), np.array([0.0, *policy.draft_seconds])
         self._plain = policy.plain_seconds
         self._pacer = Pacer(plain=self._plain)
@@ -175,7 +173,10 @@ class EconomicController:
         return EconomicGate(self._policy.calibration, self.shift, self.rate, *costs, self._typical, path)
 
     def learn(self, latest: Round) -> None:
-        """Take note of a round, or of a plain step."""
+        """Take note of a round, or of a plain step. The first one of a text starts cold, and counts for nothing."""
+        if not self._begun:
+            self._begun = True
+            return
         policy, made = self._policy, len(latest.confidences)
         drafts, rows = min(made, policy.steps), min(latest.rows, policy.steps + 1)
         expected = self._draft[drafts] + self._verify[rows - 1] if made else self._plain
