@@ -75,7 +75,7 @@ def evaluate(
     """A row for each number of slots and policy, exact routing first, ready for JSON.
 
     Args:
-        model: from load(), without an MTP head.
+        model: from load(). An MTP head takes no part.
         documents: of at least two tokens each.
         policies: to be compared with exact routing.
         slots: in each MoE layer, for a model that does not stream; one that does has its own, and takes None alone.
@@ -158,7 +158,7 @@ class _Tables:
         self._layers = {block.layer: LayerSlots(experts, setting.slots, setting.eviction) for block in blocks(model)}
         self.residency = LiveResidency({layer: each.table for layer, each in self._layers.items()})
         self._selected: list[tuple[int, mx.array]] = []
-        self.misses = 0
+        self.picks = self.misses = 0
 
     def observe(self, layer: int, ids: mx.array) -> None:
         self._selected.append((layer, ids))
@@ -167,6 +167,7 @@ class _Tables:
         """The token has gone through all layers."""
         for layer, ids in self._selected:
             self.misses += self._layers[layer].window(np.array(ids).reshape(1, -1))[1]
+            self.picks += ids.size
         self._selected.clear()
 
 
@@ -192,10 +193,12 @@ def _run(
         routing.begin()
         before = streaming.traffic() if streaming else None
         nats, agree, kl = _read(model, ids, tables, exact[start : start + len(ids)], writes, report)
-        misses = tables.misses if tables else 0
         if streaming and before:
-            misses = (streaming.traffic() - before).misses
-        picks = len(ids) * sum(block.top_k for block in layers)
+            traffic = streaming.traffic() - before
+            picks, misses = traffic.picks, traffic.misses
+        else:
+            assert tables is not None
+            picks, misses = tables.picks, tables.misses
         sums.append((len(ids) - 1, nats, agree, kl, picks, misses))
         start += len(ids)
     return Run(*np.array(sums, np.float64).T)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -72,7 +72,7 @@ def read(paths: Sequence[Path]) -> list[Text]:
     return texts
 
 
-def beginnings(texts: Iterator[Text] | Sequence[Text], tokenizer: TokenizerWrapper, count: int, length: int) -> list[Tokens]:
+def beginnings(texts: Iterable[Text], tokenizer: TokenizerWrapper, count: int, length: int) -> list[Tokens]:
     """The first ``length`` tokens of the first ``count`` texts that have as many."""
     result: list[Tokens] = []
     for text in texts:
@@ -84,7 +84,7 @@ def beginnings(texts: Iterator[Text] | Sequence[Text], tokenizer: TokenizerWrapp
     return result
 
 
-def prompts(texts: Iterator[Text] | Sequence[Text], tokenizer: TokenizerWrapper, count: int, length: int) -> list[Tokens]:
+def prompts(texts: Iterable[Text], tokenizer: TokenizerWrapper, count: int, length: int) -> list[Tokens]:
     """Up to ``count`` prompts: whole ones, by the model's chat template if it has one, and beginnings of texts."""
     result: list[Tokens] = []
     for text in texts:
