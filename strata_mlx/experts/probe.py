@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Fault
-from .files import ALIGNMENT
+from .files import PAGE
 
 BLOCKS = (64 << 10, 512 << 10, 2 << 20)  # bytes per read
 THREADS = (1, 2, 4, 8)
@@ -67,7 +67,7 @@ def _has_direct(file: Path) -> bool:
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
         try:
-            return os.preadv(descriptor, [mmap(-1, ALIGNMENT)], 0) > 0
+            return os.preadv(descriptor, [mmap(-1, PAGE)], 0) > 0
         finally:
             os.close(descriptor)
     except OSError:
