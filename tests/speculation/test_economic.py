@@ -292,26 +292,16 @@ def test_where_drafting_does_not_pay_the_decoder_makes_plain_steps(model: nn.Mod
 # Mutants
 
 
-def check_rule() -> None:
-    test_what_is_kept_is_best_of_all_choices()
-
-
-def check_dear() -> None:
-    test_it_never_keeps_a_row_that_costs_more_than_a_token_earns()
-
-
 CHECKS = {
-    "the rule": check_rule,
-    "nothing that is no probability": lambda: test_what_is_no_probability_is_never_kept(),
-    "no dear row": check_dear,
+    "no path, no number": test_what_is_no_path_and_no_number_is_refused,
     "cheap rows after dear ones": test_a_dear_row_is_kept_for_the_cheap_ones_after_it,
     "stepwise": test_stepwise_drafting_stops_where_another_draft_is_not_worth_making,
     "drafting or not": test_it_drafts_from_the_beginning_where_that_pays_and_not_where_it_does_not,
+    "first round": test_the_first_round_counts_for_nothing,
+    "pace": test_a_slower_machine_changes_nothing_and_noise_does_not_make_it_change_its_mind,
     "giving up": test_it_gives_up_where_nothing_is_accepted_and_probes_no_more_than_its_share,
     "coming back": test_it_comes_back_when_drafts_are_accepted_again,
     "speed": test_it_is_as_fast_as_the_best_depth_whatever_is_accepted,
-    "pace": test_a_slower_machine_changes_nothing_and_noise_does_not_make_it_change_its_mind,
-    "first round": test_the_first_round_counts_for_nothing,
 }
 
 
