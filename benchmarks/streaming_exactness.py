@@ -1,5 +1,11 @@
 """Does streaming experts from disk change a single bit of the embedded model's logits?
 
+Held-out prompts are continued greedily by models with few slots per layer, and every row of logits is compared with
+that of the model that has all experts in memory: plain decoding and speculative decoding with the MTP head (the head's
+own logits and those of rejected drafts included); least recently used and frequency eviction; 1 and 8 reading threads;
+stacked experts, separate experts (Hugging Face's layout) and the packed layout.
+
+Each value of each of these meets each slot count; --full crosses them all. With as many slots as a token needs experts,
 every layer evicts all the time. At the end the weights of one expert are changed by 1 %, which must be noticed.
 """
 

@@ -9,8 +9,21 @@ if TYPE_CHECKING:
     from .ranges import Field
     from .reads import Reads
     from .store import ExpertStore
+    from .streaming import Streaming, streaming_of
+    from .traffic import Traffic
 
-__all__ = ["DiskSettings", "ExpertStore", "Field", "Reads"]
+__all__ = ["DiskSettings", "ExpertStore", "Field", "Reads", "Streaming", "Traffic", "streaming_of"]
 
-# The models are built on some modules of this package, and others of them on the models.
-__getattr__ = lazy(__name__, {"DiskSettings": "disk", "ExpertStore": "store", "Field": "ranges", "Reads": "reads"})
+# Lazily, since the models import what streams in them, and the store imports the models.
+__getattr__ = lazy(
+    __name__,
+    {
+        "DiskSettings": "disk",
+        "ExpertStore": "store",
+        "Field": "ranges",
+        "Reads": "reads",
+        "Streaming": "streaming",
+        "Traffic": "traffic",
+        "streaming_of": "streaming",
+    },
+)

@@ -5,12 +5,15 @@ bfloat16, which NumPy does not have, is given and taken as uint16.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
+
+from .files import memory_at
 
 # By name in a safetensors header: how it is stored, for NumPy, and MLX's type.
 STORED: dict[str, tuple[type[np.generic], mx.Dtype]] = {
@@ -26,20 +29,29 @@ _TOGETHER = 1 << 14  # elements: below, calls cost more than the second copy
 
 
 class Caster:
-    """Memory to read fields of one stored type into, and their cast. stored: by field, that memory."""
+    """Memory to read fields of one stored type into, and their cast. stored: by field, that memory.
 
-    def __init__(self, stored: mx.Dtype, wanted: mx.Dtype, shapes: Sequence[tuple[int, ...]]):
-        sizes = [int(np.prod(shape)) for shape in shapes]
-        self._source = np.empty(sum(sizes), _NUMPY[stored])
-        self.stored = _split(self._source, shapes)
+    places: where the fields lie on disk modulo PAGE, and large ones in that memory too.
+    """
+
+    def __init__(
+        self, stored: mx.Dtype, wanted: mx.Dtype, shapes: Sequence[tuple[int, ...]], places: Sequence[int] = ()
+    ):
+        sizes, kind = [math.prod(shape) for shape in shapes], _NUMPY[stored]
         self._cast = _CASTS.get((stored, wanted), np.copyto)
-        self._small = len(self._source) < _TOGETHER
-        if self._small and (stored, wanted) == (mx.bfloat16, mx.float32):
+        self._small = sum(sizes) < _TOGETHER
+        if not self._small:
+            rooms = (memory_at(place, size * stored.size) for size, place in zip(sizes, places, strict=True))
+            self.stored = [room.view(kind).reshape(shape) for room, shape in zip(rooms, shapes, strict=True)]
+            return
+        self._source = np.empty(sum(sizes), kind)
+        self.stored = _split(self._source, shapes)
+        if (stored, wanted) == (mx.bfloat16, mx.float32):
             # The upper half of a float32 is a bfloat16, so that a copy to between zeros is the cast.
             halves = np.zeros((len(self._source), 2), np.uint16)
             self._cast, self._target = np.copyto, halves[:, 1]
             self._made = _split(halves.view(np.float32)[:, 0], shapes)
-        elif self._small:
+        else:
             self._target = np.empty(len(self._source), _NUMPY[wanted])
             self._made = _split(self._target, shapes)
 
@@ -55,7 +67,7 @@ class Caster:
 
 
 def _split(flat: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:
-    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
+    ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
     return [part.reshape(shape) for part, shape in zip(np.split(flat, ends), shapes, strict=True)]
 
 

@@ -21,7 +21,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-ALIGNMENT = 4096  # bytes, of what is read past the page cache: the largest logical block of today's disks
+PAGE = 4096  # bytes: reads past the page cache are multiples, at the least the logical block of today's disks
 
 pread_into = os.preadv  # (descriptor, buffers, offset) -> bytes: every read of an expert goes through this name
 _local = threading.local()  # .area: aligned memory for direct reads
@@ -107,10 +107,10 @@ class WeightFile:
 
     def _read_direct(self, buffers: Sequence[NDArray[Any]], offset: int, nbytes: int) -> None:
         """Read the blocks that hold these bytes into aligned memory, and copy. What goes wrong there is left to reads
-        through the page cache: blocks may be larger than ALIGNMENT, or the file system may not have it.
+        through the page cache: blocks may be larger than PAGE, or the file system may not have it.
         """
-        first, stop = offset & -ALIGNMENT, -(-(offset + nbytes) // ALIGNMENT) * ALIGNMENT
-        area = _aligned(stop - first)
+        first, stop = offset & -PAGE, -(-(offset + nbytes) // PAGE) * PAGE
+        area = _area(stop - first)
         try:
             got = pread_into(self._direct, [area[: stop - first].data], first)
         except OSError as error:
@@ -144,9 +144,14 @@ def _read_some(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
             return got
 
 
-def _aligned(nbytes: int) -> NDArray[np.uint8]:
+def memory_at(place: int, nbytes: int) -> NDArray[np.uint8]:
+    """Memory that starts ``place`` bytes after a page's start; direct reads need 0."""
+    return np.frombuffer(mmap(-1, place + max(1, nbytes)), np.uint8)[place : place + nbytes]
+
+
+def _area(nbytes: int) -> NDArray[np.uint8]:
     """This thread's memory for direct reads."""
     area: NDArray[np.uint8] | None = getattr(_local, "area", None)
     if area is None or len(area) < nbytes:
-        area = _local.area = np.frombuffer(mmap(-1, nbytes), np.uint8)
+        area = _local.area = memory_at(0, nbytes)
     return area

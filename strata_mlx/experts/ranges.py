@@ -17,6 +17,9 @@ from ..models.moe import MoEBlock
 from ..models.plan import ModelPlan
 from .casts import STORED
 from .disk import Workload
+from .files import PAGE
+
+_LINE = 64  # bytes of a cache line
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,14 @@ class Run(NamedTuple):
 class Layer:
     """The experts of one MoE layer.
 
-    stored: by field, the type on disk. runs: by expert; all share one tuple where each tensor holds all experts.
+    stored: by field, the type on disk. places: by field, where its experts lie modulo PAGE, as far as they agree.
+    runs: by expert; all share one tuple where each tensor holds all experts.
     """
 
     path: str
     fields: tuple[Field, ...]
     stored: tuple[mx.Dtype, ...]
+    places: tuple[int, ...]
     runs: tuple[tuple[Run, ...], ...]
     files: tuple[int, ...]
 
@@ -114,7 +119,14 @@ def _layer(plan: ModelPlan, path: str, cast: mx.Dtype | None, files: dict[Path, 
     else:
         runs = tuple(_coalesce([_of_expert(of_field, expert) for of_field in pieces]) for expert in range(experts))
     used = {run.file for of_expert in runs for run in of_expert}
-    return Layer(path, tuple(fields), tuple(stored), runs, tuple(sorted(used)))
+    places = tuple(_place(of_field, dtype.size) for of_field, dtype in zip(pieces, stored, strict=True))
+    return Layer(path, tuple(fields), tuple(stored), places, runs, tuple(sorted(used)))
+
+
+def _place(pieces: list[Piece], itemsize: int) -> int:
+    if pieces[0].stride % _LINE or len({piece.offset % _LINE for piece in pieces}) > 1:
+        return 0
+    return pieces[0].offset % PAGE // itemsize * itemsize
 
 
 def _piece(entry: TensorEntry, file: int, half: int | None, stacked: bool) -> Piece:

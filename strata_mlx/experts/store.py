@@ -63,6 +63,16 @@ class ExpertStore:
         """Of one expert, in memory."""
         return sum(field.nbytes for field in self._layers[layer].fields)
 
+    def places(self, layer: int) -> tuple[int, ...]:
+        """By field, the address modulo 4096 (files.PAGE) at which memory is filled from the page cache the fastest.
+
+        The kernel copies fastest where source and target are equal modulo 64, and at a third of that where the target
+        is a little ahead modulo 4096. Large arrays of NumPy and MLX begin 16 or 24 bytes after a page, and often are.
+        """
+        fields, described = self.fields(layer), self._layers[layer]
+        pairs = zip(fields, described.stored, described.places, strict=True)
+        return tuple(place if field.dtype == stored else 0 for field, stored, place in pairs)
+
     def read(self, layer: int, expert: int, into: Sequence[NDArray[Any]]) -> int:
         """Read one expert into one writable, C-contiguous array per field, of its shape; return the bytes read.
 
@@ -142,12 +152,14 @@ class ExpertStore:
             self._local.casting = {}
         except KeyError:
             pass
-        fields, stored = self._layers[layer].fields, self._layers[layer].stored
+        described, made = self._layers[layer], []
         groups: dict[tuple[mx.Dtype, mx.Dtype], list[int]] = {}
-        for i, (field, dtype) in enumerate(zip(fields, stored, strict=True)):
+        for i, (field, dtype) in enumerate(zip(described.fields, described.stored, strict=True)):
             if field.dtype != dtype:
                 groups.setdefault((dtype, field.dtype), []).append(i)
-        made = [(Caster(*types, [fields[i].shape for i in group]), group) for types, group in groups.items()]
+        for types, group in groups.items():
+            shapes, places = [described.fields[i].shape for i in group], [described.places[i] for i in group]
+            made.append((Caster(*types, shapes, places), group))
         self._local.casting[layer] = made
         return made
 

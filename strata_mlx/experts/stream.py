@@ -15,12 +15,12 @@ from .eviction import Ids
 from .slots import Promise, SlotPool
 from .table import SlotTable
 from .traffic import Traffic
-from .waves import DECODE_ROWS, NOTHING, plan_waves
+from .waves import DECODE_ROWS, NOTHING, by_use, waves
 
 if TYPE_CHECKING:
     from .store import ExpertStore
 
-SPLIT_SECONDS = 3e-4  # of reading, from which on it pays to compute with the resident experts apart
+SPLIT_SECONDS = 1e-3  # of reading, from which on it pays to compute with the resident experts apart
 TIME_ONE_IN = 64  # computations that reads overlap, to know which reads the device had to wait for
 
 
@@ -40,7 +40,11 @@ class StreamedExperts(nn.Module):
         self._open = False  # while the table is between two consistent states
 
     def __call__(
-        self, x: mx.array, ids: mx.array, mix: Callable[[mx.array], mx.array], meanwhile: mx.array | None = None
+        self,
+        x: mx.array,
+        ids: mx.array,
+        mix: Callable[[mx.array], mx.array],
+        meanwhile: mx.array | None = None,
     ) -> mx.array:
         """Apply the experts ``ids`` uint32 ``[B, T, K]`` to ``x [B, T, D]`` and return ``mix(outputs)``, on its way.
 
@@ -51,33 +55,48 @@ class StreamedExperts(nn.Module):
         start = perf_counter()
         if self._open:
             self._recover()
-        evaluate(ids, "choosing experts", wait=False)
-        if meanwhile is not None:
-            evaluate(meanwhile, "computing the shared expert", wait=False)
-        # Until the ids are there, the host does all that does not need them.
-        few = ids.size <= DECODE_ROWS * ids.shape[-1]
-        promise = self._pool.promise(x, ids.shape) if few else None
-        result = mix(promise.outputs) if promise else None
-        self._pool.settle()
-        self.table.rank(2 * ids.shape[-1])
-        evaluate(ids, "choosing experts")
-        known = perf_counter()
-        chosen = np.array(ids).astype(np.intp)
         self._open = True
         try:
-            outputs = self._apply(x, chosen, promise)
+            result = self._serve(x, ids, mix, meanwhile)
         except BaseException:
             self._recover()
             raise
         self._open = False
+        self._traffic.host_seconds += perf_counter() - start
+        return result
+
+    def _serve(
+        self,
+        x: mx.array,
+        ids: mx.array,
+        mix: Callable[[mx.array], mx.array],
+        meanwhile: mx.array | None,
+    ) -> mx.array:
+        start = perf_counter()
+        evaluate(ids, "choosing experts", wait=False)
+        rows = ids.size // ids.shape[-1]
+        if meanwhile is not None:
+            evaluate(meanwhile, "computing the shared expert", wait=False)
+        launched = perf_counter()
+        # Until the ids are there, the host does all that does not need them.
+        promise = self._pool.promise(x, ids.shape) if rows <= DECODE_ROWS else None
+        result = mix(promise.outputs) if promise else None
+        self._pool.settle()
+        self.table.rank(2 * ids.shape[-1])
+        ready = perf_counter()
+        evaluate(ids, "choosing experts")
+        known = perf_counter()
+        chosen = np.array(ids).astype(np.intp)
+        outputs = self._apply(x, chosen, promise)
         if promise is None or result is None or outputs is not promise.outputs:
             result = mix(outputs)
         evaluate(result, "computing experts", wait=False)
-        self.table.used(chosen.reshape(-1, chosen.shape[-1]), not few)
-        if not few:  # results of many rows are not kept until the next window
+        self.table.used(chosen.reshape(-1, chosen.shape[-1]), rows > DECODE_ROWS)
+        if rows > DECODE_ROWS:  # results of many rows are not kept until the next window
             self._pool.settle()
-        self._traffic.compute_seconds += known - start
-        self._traffic.host_seconds += perf_counter() - known
+        waited = launched - start + known - ready
+        self._traffic.compute_seconds += waited
+        self._traffic.host_seconds -= waited
         return result
 
     def _apply(self, x: mx.array, chosen: Ids, promise: Promise | None) -> mx.array:
@@ -97,11 +116,11 @@ class StreamedExperts(nn.Module):
         traffic.hits += len(needed) - len(missing)
         traffic.misses += len(missing)
         if len(missing):
-            if len(missing) > table.room(needed):
-                return self._in_groups(x, chosen, *plan_waves(table, chosen, missing))
+            if not table.fits(missing, needed):
+                return self._in_groups(x, chosen, *by_use(table, chosen, missing))
             slow = len(missing) * self._read_seconds > SPLIT_SECONDS
             if slow and self._pool.splits and len(missing) < len(needed):
-                return self._in_groups(x, chosen, [missing], needed)
+                return self._in_groups(x, chosen, missing, needed)
             self._fetch(missing, needed)
             slots = table.slot_of[chosen]
         if promise is None:
@@ -109,21 +128,21 @@ class StreamedExperts(nn.Module):
         promise.fulfil(slots)
         return promise.outputs
 
-    def _in_groups(self, x: mx.array, chosen: Ids, waves: list[Ids], staying: Ids) -> mx.array:
-        """Compute with what is resident while the first wave is read, and with each wave while the next one is."""
+    def _in_groups(self, x: mx.array, chosen: Ids, missing: Ids, staying: Ids) -> mx.array:
+        """Compute with what is resident while the missing experts are read, in waves if there is no room for all."""
         table = self.table
         flat, results, entries = chosen.ravel(), [], []
-        group, before = table.resident[flat].nonzero()[0], NOTHING
+        group = table.resident[flat].nonzero()[0]
         busy_until = 0.0
-        for wave in waves:
+        for wave, keep in waves(table, missing, staying):
             if len(group):
                 results.append(self._pairs(x, flat, group, chosen.shape))
                 entries.append(group)
                 busy_until = max(busy_until, perf_counter()) + self._time(results[-1], len(group))
-            self._fetch(wave, np.concatenate([staying, before]), busy_until)
+            self._fetch(wave, keep, busy_until)
             member = np.zeros(table.slot_of.size, np.bool_)
             member[wave] = True
-            group, before = member[flat].nonzero()[0], wave
+            group = member[flat].nonzero()[0]
         results.append(self._pairs(x, flat, group, chosen.shape))
         entries.append(group)
         axis = -2 if len(flat) == chosen.shape[-1] else 0

@@ -34,6 +34,7 @@ class SlotTable:
         self.eviction = eviction
         self._evictable = np.ones(experts, np.bool_)
         self._evictable[list(pinned)] = False
+        self._pinned = len(set(pinned))
         self._free = list(range(slots))[::-1]
         self._reserved: dict[int, int] = {}  # by slot, the expert
         self._ranked: list[int] = []  # first to leave, of the ``version``:
@@ -44,16 +45,13 @@ class SlotTable:
         """How many slots hold nothing and are promised to nobody."""
         return len(self._free)
 
+    def fits(self, missing: Ids, needed: Ids) -> bool:
+        """Whether ``missing`` of the ``needed`` experts can get slots while the others stay."""
+        return len(needed) <= self.slots - self._pinned or len(missing) <= self.room(needed)
+
     def room(self, keep: Ids) -> int:
         """How many experts reserve() could find slots for."""
         return self.free + len(self._candidates(keep))
-
-    def staying(self, slots: int) -> Ids:
-        """The residents that remain when ``slots`` of the slots, at most room(), are to be used for others."""
-        gone = np.zeros(self.resident.size, np.bool_)
-        if (count := slots - self.free) > 0:
-            gone[self.eviction.victims(self._candidates(_NONE), count)] = True
-        return (self.resident & ~gone).nonzero()[0]
 
     def rank(self, count: int) -> None:
         """Have the eviction policy choose the ``count`` experts that would leave first, so that reserve() is quick."""
@@ -124,6 +122,7 @@ class SlotTable:
         else:
             self.counts += np.bincount(ids.ravel(), minlength=self.counts.size)
         self.eviction.used(ids, prefill)
+        self._ranked_at = -1
 
     def _victims(self, count: int, keep: Ids) -> list[int]:
         if self._ranked_at == self.version:

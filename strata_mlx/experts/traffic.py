@@ -10,7 +10,7 @@ class Traffic:
     """Totals over the streamed layers of a model.
 
     windows: that layers have computed. picks: (token, rank) selections. hits, misses: experts that a window needed,
-    each counted once, that were in memory, and that were read. bytes: read from disk.
+    each counted once, that were in memory when the router chose them, and that were read then. bytes: read from disk.
     read_seconds: that threads spent reading. stall_seconds: that the device had no expert to compute while it waited
     for reads. compute_seconds: that the host waited for the device. host_seconds: that it did anything else between
     the beginning and the end of a layer's experts.

@@ -331,9 +331,11 @@ def fit(resident: Probe | None, streamed: Probe | None) -> CostModel:
     found: dict[str, Costs | None] = {}
     error: dict[str, float] = {}
     for kind, each in (("resident", resident), ("streamed", streamed)):
-        found[kind] = _fit(each.samples, each.steps) if each else None
+        found[kind] = None
         if each:
-            error[kind] = _held_out_error(each.samples, each.steps)
+            read = each.stalls()[0]
+            found[kind] = fit_costs(each.samples, each.steps, read)
+            error[kind] = held_out_error(each.samples, each.steps, read)
     read, nbytes = streamed.stalls() if streamed else (0.0, 0.0)
     return CostModel(
         measured_on(probe.model),
@@ -355,7 +357,12 @@ def predict(costs: Costs, sample: Sample) -> float:
     return costs.verify[sample.rows - 1] + draft + costs.rollback * sample.replayed + misses
 
 
-def _fit(samples: Sequence[Sample], steps: int) -> Costs:
+def fit_costs(samples: Sequence[Sample], steps: int, read: float = 0.0) -> Costs:
+    """Costs of up to ``steps`` drafts.
+
+    read: seconds for which a miss made the device wait: about what it costs, where rounds do not tell since all of them
+    miss the same. Raises InputError where a number of rows or drafts does not occur.
+    """
     plain = [each for each in samples if each.plain]
     rounds = [each for each in samples if not each.plain]
     drafted = [each for each in rounds if each.drafts]
@@ -368,11 +375,13 @@ def _fit(samples: Sequence[Sample], steps: int) -> Costs:
         [[*_one_hot(each.rows - 1, steps + 1), each.replayed, each.misses] for each in rounds],
         [each.verify_seconds for each in rounds],
         steps + 1,
+        read,
     )
     draft = _regress(
         [[*_one_hot(each.drafts - 1, steps), each.committed - 1, each.head_misses] for each in drafted],
         [each.before_seconds for each in drafted],
         steps,
+        read,
     )
     miss = verify[steps + 2]
     step = statistics.median(each.verify_seconds + each.before_seconds - miss * each.misses for each in plain)
@@ -387,20 +396,27 @@ def _fit(samples: Sequence[Sample], steps: int) -> Costs:
     )
 
 
-def _regress(features: Sequence[Sequence[float]], seconds: Sequence[float], levels: int) -> list[float]:
+def _regress(features: Sequence[Sequence[float]], seconds: Sequence[float], levels: int, last: float) -> list[float]:
     """Least absolute deviations, by iteratively reweighted least squares. The first ``levels`` features are one of
-    several; the others cost something, or nothing.
+    several; the others cost something, or nothing. last: a guess of what the last one costs, which counts as one
+    round.
     """
     x, y = np.array(features, np.float64), np.array(seconds, np.float64)
+    if last and x[:, -1].any():
+        guess = np.zeros((1, x.shape[1]))
+        guess[0, -1] = x[:, -1].mean()
+        x, y = np.concatenate([x, guess]), np.append(y, last * guess[0, -1])
     active: NDArray[np.bool_] = np.asarray(x.any(axis=0))
     while True:
-        weights = 1 / np.maximum(y, 1e-9)  # what takes longer varies more
+        expected = np.maximum(y, 1e-9)
+        residual = expected
         for _ in range(50):
-            root = np.sqrt(weights)[:, None]
+            # What takes longer varies more. Weights by what was measured itself would favour what was quick by chance.
+            root = np.sqrt(1 / (expected * np.maximum(residual, 1e-3 * expected)))[:, None]
             solution = np.zeros(x.shape[1])
             solution[active] = np.linalg.lstsq(x[:, active] * root, y * root[:, 0], rcond=None)[0]
+            expected = np.maximum(x @ solution, 1e-2 * np.median(y))
             residual = np.abs(y - x @ solution)
-            weights = 1 / np.maximum(y, 1e-9) / np.maximum(residual, 1e-3 * y)
         negative = active & (solution < 0) & (np.arange(len(solution)) >= levels)
         if not negative.any():
             return np.maximum(solution, 0.0).tolist()
@@ -411,14 +427,16 @@ def _one_hot(place: int, size: int) -> list[float]:
     return [float(i == place) for i in range(size)]
 
 
-def _held_out_error(samples: Sequence[Sample], steps: int) -> float:
-    """Fit on every other document of each kind, and predict the seconds of the others."""
+def held_out_error(samples: Sequence[Sample], steps: int, read: float = 0.0) -> float:
+    """Fit on half of the documents, predict the seconds of each of the others, and the other way round: the median of
+    the absolute relative errors. NaN where half of them are too few.
+    """
     errors = []
     documents = sorted({each.document for each in samples})
     turn = {document: i // (steps + 1) % 2 for i, document in enumerate(documents)}  # all depths take their turns first
     for part in (0, 1):
         try:
-            costs = _fit([each for each in samples if turn[each.document] == part], steps)
+            costs = fit_costs([each for each in samples if turn[each.document] == part], steps, read)
         except InputError:
             continue
         for document in documents:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
@@ -26,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..device import compute_dtype_of, evaluate, integer
-from ..errors import Fault, InputError
+from ..errors import Fault, InputError, in_one_line
 from ..models.family import text_args
 from ..models.moe import blocks
 from ..models.trunk import Hidden, Trunk
@@ -145,10 +144,8 @@ class Recording:
                 stored = {name: file[name] for name in file.files}
         except OSError as error:
             raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
-        except (ValueError, EOFError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-            raise InputError(f"{path}: not a recording ({error})") from error
-        except AttributeError as error:  # a .npy file holds one array
-            raise InputError(f"{path}: not a recording") from error
+        except Exception as error:  # zipfile, zlib and NumPy raise all kinds for a broken file
+            raise InputError(f"{path}: not a recording ({in_one_line(error)})") from error
         header, names = _read_header(path, stored)
         documents = []
         for i, name in enumerate(names):

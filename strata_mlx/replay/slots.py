@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..experts.eviction import Ids, make_eviction
 from ..experts.table import SlotTable
-from ..experts.waves import DECODE_ROWS, NOTHING, plan_waves
+from ..experts.waves import DECODE_ROWS, by_use, waves
 
 
 class LayerSlots:
@@ -30,14 +30,11 @@ class LayerSlots:
             needed = mask.nonzero()[0]
         missing = needed[table.slot_of[needed] < 0]
         if len(missing):
-            if len(missing) > table.room(needed):
-                waves, staying = plan_waves(table, chosen, missing)
-                before = NOTHING
-                for wave in waves:
-                    table.commit(table.reserve(wave.tolist(), np.concatenate([staying, before])))
-                    before = wave
-            else:
-                table.commit(table.reserve(missing.tolist(), needed))
+            staying = needed
+            if not table.fits(missing, needed):
+                missing, staying = by_use(table, chosen, missing)
+            for wave, keep in waves(table, missing, staying):
+                table.commit(table.reserve(wave.tolist(), keep))
         table.used(chosen, rows > DECODE_ROWS)
         return len(needed), len(missing)
 

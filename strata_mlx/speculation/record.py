@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -82,18 +83,19 @@ class Summary:
 
 
 class Stopwatch:
-    """Counts the time between run() and pause(); lap() says how much it was since the last lap."""
+    """Counts the time between run() and pause(); lap() says how much it was since the last lap. clock: in seconds."""
 
-    def __init__(self) -> None:
-        self._counted, self._since = 0.0, time.perf_counter()
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._counted, self._since = 0.0, clock()
 
     def run(self) -> None:
-        self._since = time.perf_counter()
+        self._since = self._clock()
 
     def pause(self) -> None:
-        self._counted += time.perf_counter() - self._since
+        self._counted += self._clock() - self._since
 
     def lap(self) -> float:
-        now = time.perf_counter()
+        now = self._clock()
         counted, self._counted, self._since = self._counted + now - self._since, 0.0, now
         return counted

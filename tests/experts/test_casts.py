@@ -19,7 +19,7 @@ NUMPY: dict[mx.Dtype, Any] = {mx.float32: np.float32, mx.bfloat16: np.uint16, mx
 
 def cast(source: mx.array, wanted: mx.Dtype, split: int) -> NDArray[Any]:
     """Through a Caster with two fields."""
-    caster = Caster(source.dtype, wanted, [(split,), (source.size - split,)])
+    caster = Caster(source.dtype, wanted, [(split,), (source.size - split,)], [64, 4000])
     made = np.full(source.size, 77, NUMPY[wanted])
     for room, part in zip(caster.stored, np.split(bits(source), [split]), strict=True):
         room[...] = part

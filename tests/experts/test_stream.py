@@ -7,6 +7,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -209,7 +210,7 @@ def test_traffic_counts_what_went_over_the_disk(folder: Path) -> None:
     layers, rows = 2, 40 + 1 + 1 + 1 + 4 + 2 + 1 + 3 + 17 + 1
     assert now.windows == 10 * layers
     assert now.picks == rows * TOP_K * layers
-    assert now.bytes == sum(found.store.expert_bytes(0) for _ in range(now.misses))
+    assert now.bytes == now.misses * found.store.expert_bytes(0)
     assert 0 < now.misses < now.hits + now.misses < now.picks
     assert min(now.read_seconds, now.host_seconds, now.compute_seconds) > 0
     assert now.stall_seconds >= 0
@@ -220,12 +221,12 @@ def wrong_order(original: Callable[..., Any], self: Any, *args: Any) -> Any:
     return original(self, *args)[:, :, ::-1]
 
 
-def drops_a_wave(original: Callable[..., Any], self: Any, x: Any, chosen: Any, waves: Any, staying: Any) -> Any:
-    return original(self, x, chosen, waves[:-1] if len(waves) > 1 else waves, staying)
+def drops_a_wave(original: Callable[..., Any], self: Any, x: Any, chosen: Any, missing: Any, staying: Any) -> Any:
+    return original(self, x, chosen, missing[1:] if len(missing) > 1 else missing, staying)
 
 
-def repeats_a_wave(original: Callable[..., Any], self: Any, x: Any, chosen: Any, waves: Any, staying: Any) -> Any:
-    return original(self, x, chosen, [*waves[:-1], waves[0]], staying)
+def repeats_a_wave(original: Callable[..., Any], self: Any, x: Any, chosen: Any, missing: Any, staying: Any) -> Any:
+    return original(self, x, chosen, np.concatenate([missing[:1], missing]), staying)
 
 
 def evicts_what_is_needed(original: Callable[..., Any], self: Any, experts: Any, keep: Any, *rest: Any) -> Any:
@@ -268,8 +269,8 @@ def test_mutants_die(
     owner, name = MUTANTS[mutant]
     original = getattr(owner, name)
 
-    def broken(self: Any, *args: Any) -> Any:
-        return mutant(original, self, *args)
+    def broken(self: Any, *args: Any, **options: Any) -> Any:
+        return mutant(partial(original, **options), self, *args)
 
     def once(read: int) -> None:
         if read == 30:

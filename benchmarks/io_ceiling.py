@@ -1,0 +1,226 @@
+"""How near reading experts into slots comes to the best that raw positional reads of the same files reach.
+
+    python benchmarks/io_ceiling.py [--model FOLDER] [--json] [--keep NAME]
+
+Ours: ExpertStore.start() and wait(), ten random experts at a time, the next ten started before the last are waited for,
+into NumPy slots placed as ExpertStore.places() says; without a cast, as on GPUs and for float32 checkpoints, and with
+the cast of bfloat16 scales to float32 that the CPU needs. Raw: positional reads of random aligned blocks, as large as
+an expert or 8 MiB, by 1 to 8 threads, through the page cache or past it, into as much memory. The three fastest kinds
+are then measured again, taking turns with ours, and the best median counts. Bytes are those on disk. Cold means that
+all pages of the files were dropped from the page cache before each measurement (sync, POSIX_FADV_DONTNEED) and that
+nothing is read twice in it; warm means that the files have just been read.
+
+Without --model, a synthetic checkpoint is written to a temporary folder; it is measured as it is and packed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from mmap import mmap
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import report
+from benchmarks.make_synthetic import SHAPES, make_synthetic
+from strata_mlx.checkpoint import Checkpoint
+from strata_mlx.checkpoint.convert import Conversion, convert
+from strata_mlx.experts import ExpertStore, Reads
+from strata_mlx.experts.disk import choose, device_of
+from strata_mlx.experts.files import memory_at
+from strata_mlx.experts.probe import measure
+from strata_mlx.experts.ranges import find_layers, workload
+from strata_mlx.models.plan import ModelPlan, plan_model
+
+AT_A_TIME = 10  # experts: those of a token
+SLOTS = 40
+LARGE = 8 << 20
+Setting = tuple[int, int, bool]  # block size, threads, and whether to read past the page cache
+BEST = 3  # kinds of raw reads that are measured again
+_NUMPY: dict[mx.Dtype, Any] = {
+    mx.float32: np.float32, mx.float16: np.float16, mx.bfloat16: np.uint16, mx.uint32: np.uint32, mx.uint8: np.uint8
+}  # fmt: skip
+
+
+def compare(plan: ModelPlan, seconds: float, rounds: int) -> Iterator[dict[str, Any]]:
+    """A row for each of cold and warm, with and without cast."""
+    job = workload(*find_layers(plan, None))
+    os.sync()
+    rates = measure(job.files, 5.0)
+    # Experts that do not fit in the page cache are read cold, those that fit are read warm.
+    cold, warm = (choose(rates, replace(job, total=total))[0] for total in (1 << 60, 1))
+    for is_cold, cast in itertools.product((True, False), (None, mx.float32)):
+        settings = cold if is_cold else warm
+        with ExpertStore.open(plan, cast, settings) as store:
+            slots, room = make_slots(store), SLOTS * store.expert_bytes(0)
+            prepare(job.files, is_cold)
+            screened = {}
+            for setting in raw_settings(expert_bytes(plan)):
+                if is_cold or not setting[2]:
+                    if is_cold:
+                        prepare(job.files, is_cold)
+                    screened[setting] = read_raw(job.files, room, setting, seconds, 0)
+            raw: dict[Setting, list[float]] = {s: [] for s in sorted(screened, key=lambda s: -screened[s])[:BEST]}
+            ours = []
+            for number in range(rounds):
+                if is_cold:
+                    prepare(job.files, is_cold)
+                ours.append(read_experts(store, slots, plan.args.num_experts, seconds, number))
+                for setting in raw:
+                    if is_cold:
+                        prepare(job.files, is_cold)
+                    raw[setting].append(read_raw(job.files, room, setting, seconds, number))
+        medians = {setting: median(values) for setting, values in raw.items()}
+        best = max(medians, key=medians.__getitem__)
+        yield {
+            "cache": "cold" if is_cold else "warm",
+            "cast": "float32" if cast else "none",
+            "settings": asdict(settings),
+            "ours": median(ours),
+            "raw": medians[best],
+            "raw_best": dict(zip(("block", "threads", "direct"), best, strict=True)),
+            "ratio": median(ours) / medians[best],
+            "ours_all": ours,
+            "raw_all": raw[best],
+        }
+
+
+def make_slots(store: ExpertStore) -> list[list[NDArray[Any]]]:
+    pools = []
+    for field, place in zip(store.fields(0), store.places(0), strict=True):
+        pool = memory_at(place, SLOTS * field.nbytes).view(_NUMPY[field.dtype])
+        pool[...] = 0
+        pools.append(pool.reshape(SLOTS, *field.shape))
+    return [[pool[slot] for pool in pools] for slot in range(SLOTS)]
+
+
+def expert_bytes(plan: ModelPlan) -> int:
+    """On disk."""
+    layers, _ = find_layers(plan, None)
+    return sum(run.nbytes for run in layers[0].runs[0])
+
+
+def read_experts(store: ExpertStore, slots: list[list[NDArray[Any]]], experts: int, seconds: float, seed: int) -> float:
+    """Bytes per second, of experts in random order."""
+    rng, turn, nbytes = random.Random(seed), itertools.count(), 0
+    orders = [rng.sample(range(experts), experts) for _ in store.layers]
+    pending: Reads | None = None
+    start = time.perf_counter()
+    for first in range(0, experts - AT_A_TIME + 1, AT_A_TIME):
+        for layer, order in enumerate(orders):
+            jobs = [(expert, slots[next(turn) % SLOTS]) for expert in order[first : first + AT_A_TIME]]
+            started = store.start(layer, jobs)
+            if pending:
+                pending.wait()
+                nbytes += pending.nbytes
+                if time.perf_counter() > start + seconds:
+                    rate = nbytes / (time.perf_counter() - start)
+                    started.drain()
+                    return rate
+            pending = started
+    assert pending
+    pending.wait()
+    return (nbytes + pending.nbytes) / (time.perf_counter() - start)
+
+
+def raw_settings(expert: int) -> list[Setting]:
+    blocks = (max(4096, expert & -4096), LARGE)
+    return list(itertools.product(blocks, (1, 2, 4, 8), (False, True) if hasattr(os, "O_DIRECT") else (False,)))
+
+
+def read_raw(files: tuple[Path, ...], room: int, setting: Setting, seconds: float, seed: int) -> float:
+    """Bytes per second, of blocks in random order, into ``room`` bytes of memory."""
+    block, threads, direct = setting
+    with ExitStack() as stack:
+        places = []
+        for file in files:
+            descriptor = os.open(file, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+            stack.callback(os.close, descriptor)
+            places += [(descriptor, offset) for offset in range(0, file.stat().st_size - block + 1, block)]
+        random.Random(seed).shuffle(places)
+        rooms = [mmap(-1, block) for _ in range(max(threads, room // block))]
+        for memory in rooms:
+            memory[:] = bytes(block)  # pages are there before they are read into, as those of slots
+        counts, turns = [0] * threads, [iter(range(n, len(places), threads)) for n in range(threads)]
+        start = time.perf_counter()
+
+        def run(number: int) -> None:
+            for turn in turns[number]:
+                descriptor, offset = places[turn]
+                counts[number] += os.preadv(descriptor, [rooms[turn % len(rooms)]], offset)
+                if time.perf_counter() > start + seconds:
+                    return
+
+        workers = [threading.Thread(target=run, args=(number,)) for number in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return sum(counts) / (time.perf_counter() - start)
+
+
+def prepare(files: tuple[Path, ...], cold: bool) -> None:
+    """Drop the files, which are on disk, from the page cache, or see that they are in it."""
+    for file in files:
+        with open(file, "rb", buffering=0) as opened:
+            if cold:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                room = bytearray(LARGE)
+                while opened.readinto(room):
+                    pass
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--model", type=Path, help="a folder to measure instead of a synthetic checkpoint")
+    parser.add_argument("--layers", type=int, default=4, help="of the synthetic checkpoint")
+    parser.add_argument("--seconds", type=float, default=0.1, help="for each measurement")
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.model or Path(temporary) / "synthetic"
+        if not args.model:
+            make_synthetic(next(iter(SHAPES)), args.layers, folder, progress=not args.json)
+        packed = Path(temporary) / "packed"
+        plans = {"as stored": plan_model(Checkpoint.open(folder))}
+        convert(Conversion(plans["as stored"], pack=True), packed, progress=not args.json)
+        plans["packed"] = plan_model(Checkpoint.open(packed))
+        device = device_of(folder)
+        for layout, plan in plans.items():
+            for row in compare(plan, args.seconds, args.rounds):
+                rows.append({"layout": layout, "expert_bytes": expert_bytes(plan), **row})
+                if not args.json:
+                    print(report.table([_shown(rows[-1])], _COLUMNS), flush=True)
+    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "device": device.split(" ", 1)[1]}
+    result = {**machine, "seconds": args.seconds, "rounds": args.rounds, "rows": rows}
+    if not report.publish(result, args):
+        print(report.table(map(_shown, rows), _COLUMNS))
+
+
+_COLUMNS = ("layout", "cache", "cast", "threads", "direct", "ours GB/s", "raw GB/s", "ratio")
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, **row["settings"], "ours GB/s": row["ours"] / 1e9, "raw GB/s": row["raw"] / 1e9}
+
+
+if __name__ == "__main__":
+    main()
