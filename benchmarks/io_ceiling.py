@@ -7,7 +7,7 @@ into NumPy slots placed as ExpertStore.places() says; without a cast, as on GPUs
 the cast of bfloat16 scales to float32 that the CPU needs. Raw: positional reads of random aligned blocks, as large as
 an expert or 8 MiB, by 1 to 8 threads, through the page cache or past it, into as much memory. The three fastest kinds
 are then measured again, taking turns with ours, and the best median counts. Bytes are those on disk. Cold means that
-all pages of the files were dropped from the page cache before each measurement (fsync and POSIX_FADV_DONTNEED) and that
+all pages of the files were dropped from the page cache before each measurement (sync, POSIX_FADV_DONTNEED) and that
 nothing is read twice in it; warm means that the files have just been read.
 
 Without --model, a synthetic checkpoint is written to a temporary folder; it is measured as it is and packed.
@@ -61,25 +61,30 @@ _NUMPY: dict[mx.Dtype, Any] = {
 def compare(plan: ModelPlan, seconds: float, rounds: int) -> Iterator[dict[str, Any]]:
     """A row for each of cold and warm, with and without cast."""
     job = workload(*find_layers(plan, None))
-    rates = measure(job.files, max(2.0, 10 * seconds))
+    os.sync()
+    rates = measure(job.files, 5.0)
     # Experts that do not fit in the page cache are read cold, those that fit are read warm.
     cold, warm = (choose(rates, replace(job, total=total))[0] for total in (1 << 60, 1))
     for is_cold, cast in itertools.product((True, False), (None, mx.float32)):
         settings = cold if is_cold else warm
         with ExpertStore.open(plan, cast, settings) as store:
             slots, room = make_slots(store), SLOTS * store.expert_bytes(0)
+            prepare(job.files, is_cold)
             screened = {}
             for setting in raw_settings(expert_bytes(plan)):
                 if is_cold or not setting[2]:
-                    prepare(job.files, is_cold)
+                    if is_cold:
+                        prepare(job.files, is_cold)
                     screened[setting] = read_raw(job.files, room, setting, seconds, 0)
             raw: dict[Setting, list[float]] = {s: [] for s in sorted(screened, key=lambda s: -screened[s])[:BEST]}
             ours = []
             for number in range(rounds):
-                prepare(job.files, is_cold)
+                if is_cold:
+                    prepare(job.files, is_cold)
                 ours.append(read_experts(store, slots, plan.args.num_experts, seconds, number))
                 for setting in raw:
-                    prepare(job.files, is_cold)
+                    if is_cold:
+                        prepare(job.files, is_cold)
                     raw[setting].append(read_raw(job.files, room, setting, seconds, number))
         medians = {setting: median(values) for setting, values in raw.items()}
         best = max(medians, key=medians.__getitem__)
@@ -171,11 +176,10 @@ def read_raw(files: tuple[Path, ...], room: int, setting: Setting, seconds: floa
 
 
 def prepare(files: tuple[Path, ...], cold: bool) -> None:
-    """Drop the files from the page cache, or see that they are in it."""
+    """Drop the files, which are on disk, from the page cache, or see that they are in it."""
     for file in files:
         with open(file, "rb", buffering=0) as opened:
             if cold:
-                os.fsync(opened.fileno())
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             else:
                 room = bytearray(LARGE)
@@ -187,8 +191,8 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--model", type=Path, help="a folder to measure instead of a synthetic checkpoint")
     parser.add_argument("--layers", type=int, default=4, help="of the synthetic checkpoint")
-    parser.add_argument("--seconds", type=float, default=0.3, help="for each measurement")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.1, help="for each measurement")
+    parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as temporary:

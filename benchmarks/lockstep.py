@@ -1,7 +1,8 @@
 """Many documents through a model at once, a token of each at a time, on a CPU.
 
 MLX's matrix products on the CPU take a time that is linear in the rows, so that a batch gains nothing. Here NumPy's
-BLAS multiplies instead; everything else is the model's own. The logits are the same within rounding.
+BLAS multiplies instead; everything else is the model's own. The logits are the same within rounding. Where the cores
+are busy with other work, OPENBLAS_NUM_THREADS=1 is several times faster.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class _Experts(nn.Module):
 
     def __init__(self, experts: SwitchGLU):
         super().__init__()
+        self.experts = len(experts.gate_proj.weight)
         gate, up, down = (np.array(experts[f"{name}_proj"].weight) for name in ("gate", "up", "down"))
         self._gate_up = np.ascontiguousarray(np.concatenate([gate, up], axis=1).swapaxes(1, 2))
         self._down = np.ascontiguousarray(down.swapaxes(1, 2))

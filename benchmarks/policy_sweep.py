@@ -223,8 +223,8 @@ def compare(
         "economic_of_best_interval": interval(economic, judged[best]),
         "economic_of_tuned": rate(economic) / rate(judged[chosen]),
         "economic_of_tuned_interval": interval(economic, judged[chosen]),
-        "oracle_gain_reached": (rate(economic) - rate(plain)) / (rate(oracle) - rate(plain)),
-        "oracle_gain_of_best": (rate(judged[best]) - rate(plain)) / (rate(oracle) - rate(plain)),
+        "oracle_gain_reached": share(rate(economic) - rate(plain), rate(oracle) - rate(plain)),
+        "oracle_gain_of_best": share(rate(judged[best]) - rate(plain), rate(oracle) - rate(plain)),
     }
 
 
@@ -237,6 +237,11 @@ def row(kind: str, name: str, made: Speeds, plain: Speeds) -> dict[str, Any]:
         "speedup": rate(made) / rate(plain),
         "speedup_interval": interval(made, plain),
     }
+
+
+def share(gain: float, of: float) -> float | None:
+    """None where even the oracle gains nothing."""
+    return gain / of if of > 1e-9 else None
 
 
 def rate(made: Speeds) -> float:
@@ -310,7 +315,8 @@ def main() -> int:
         for each in result["storages"]:
             low, high = each["economic_of_best_interval"]
             print(f"\n{each['storage']}: economic at {each['economic_of_best']:.3f} ({low:.3f}-{high:.3f}) of the best")
-            print(f"{each['oracle_gain_reached']:.0%} of what the oracle gains")
+            reached = each["oracle_gain_reached"]
+            print("not even the oracle gains" if reached is None else f"{reached:.0%} of what the oracle gains")
             print(report.table(each["rows"], ("kind", "tokens_per_s", "speedup", "policy")))
     return 0 if result["smallest_of_best"] >= LIMIT else 1
 

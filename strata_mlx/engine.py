@@ -17,6 +17,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .device import evaluate, integer
 from .errors import Fault, InputError
 from .experts.pressure import relieve
+from .experts.streaming import streaming_of
+from .experts.traffic import Traffic
 from .models.moe import blocks
 from .prefill import (
     Progress,
@@ -43,7 +45,8 @@ class GenerationResponse:
     processors, before the sampler. from_draft: whether a draft head proposed it. prompt_tps, generation_tps: tokens
     per second.
     peak_memory: GB (1e9 bytes) that MLX has held at most. finish_reason: None, "stop" (end-of-sequence token) or
-    "length". speculation: what drafting has come to so far; None where there is none.
+    "length". speculation: what drafting has come to so far; None where there is none. experts: what reading experts
+    has come to so far in this request; None where all are in memory.
     """
 
     text: str
@@ -57,6 +60,7 @@ class GenerationResponse:
     peak_memory: float
     finish_reason: str | None = None
     speculation: Summary | None = None
+    experts: Traffic | None = None
 
 
 def generate_step(
@@ -157,6 +161,8 @@ def stream_generate(
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
     tokens = encode(tokenizer, prompt)
     detokenizer = tokenizer.detokenizer
+    streaming = streaming_of(model)
+    before = streaming.traffic() if streaming else Traffic()
     decoder = None
     if _speculates(model, mtp, kwargs):
         given = {name: value for name, value in kwargs.items() if name not in _CACHE_OPTIONS}
@@ -189,6 +195,7 @@ def stream_generate(
                 peak_memory=mx.get_peak_memory() / 1e9,
                 finish_reason=reason,
                 speculation=decoder.summary if decoder else None,
+                experts=streaming.traffic() - before if streaming else None,
             )
             if reason:
                 return

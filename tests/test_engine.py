@@ -160,7 +160,7 @@ def test_a_response_has_the_fields_of_mlx_lms_response() -> None:
     def fields(kind: Any) -> list[tuple[str, Any]]:
         return [(field.name, field.default) for field in dataclasses.fields(kind)]
 
-    assert fields(GenerationResponse) == [*fields(ReferenceResponse), ("speculation", None)]
+    assert fields(GenerationResponse) == [*fields(ReferenceResponse), ("speculation", None), ("experts", None)]
 
 
 def test_responses_equal_those_of_mlx_lm_in_all_but_time(pair: Pair) -> None:

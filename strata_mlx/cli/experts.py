@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
+from ..experts.eviction import DEFAULT_EVICTION, EVICTIONS
 from .options import number
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ def add_experts(parser: argparse.ArgumentParser) -> None:
         help="with --memory, tokens to have room for; by default the prompt and --max-tokens",
     )
     parser.add_argument(
-        "--eviction", help="with --memory, which expert makes room for another: lru or frequency; by default lru"
+        "--eviction",
+        choices=EVICTIONS,
+        help=f"with --memory, which expert makes room for another; by default {DEFAULT_EVICTION}",
     )
     parser.add_argument(
         "--expert-profile",

@@ -262,10 +262,7 @@ def _traced_options(args: argparse.Namespace) -> dict[str, Any]:
 def _print(responses: Any, args: argparse.Namespace, routing: Routing, model: Any) -> int:
     """Show the text as it comes, then the speeds; Ctrl-C shows those of what has been generated so far."""
     from ..engine import summary
-    from ..experts.streaming import streaming_of
 
-    streaming = streaming_of(model)
-    before = streaming.traffic() if streaming else None
     text, last, interrupted = "", None, False
     try:
         for last in responses:
@@ -274,7 +271,7 @@ def _print(responses: Any, args: argparse.Namespace, routing: Routing, model: An
                 print(last.text, end="", flush=True)
     except KeyboardInterrupt:
         interrupted = True
-    traffic = streaming.traffic() - before if streaming and before else None
+    traffic = last.experts if last else None
     if args.json:
         experts = traffic_report(model, traffic, routing.mode) if traffic else None
         record = _record(text, last, interrupted) | {"memory": model.fit and model.fit.to_dict(), "experts": experts}

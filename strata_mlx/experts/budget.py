@@ -1,46 +1,25 @@
-"""From a memory budget to slots: everything that a run needs is counted, and what is left holds experts.
+"""From a memory budget to slots: what is left, when everything that a run needs has its memory, holds experts.
 
-Where the process' memory is the budget's (CPU, Apple silicon), what the interpreter and its libraries have is measured;
-on a GPU with memory of its own the budget is about that. The rest is reckoned from the checkpoint's headers, before any
-weight is read. Sizes are in bytes.
+Sizes are in bytes.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache
 
-from ..checkpoint.safetensors import FLOATING
-from ..device import compute_dtype, on_cpu
 from ..errors import InputError
-from ..models.family import EXPERT_PARAMETER
-from ..models.moe import blocks
-from ..models.plan import ModelPlan, group_of
-from ..speculation.draft import MAX_STEPS
 from . import system
 from .sizes import format_size, parse_size
 
 CONTEXT = 4096  # tokens that caches are reckoned for, where nobody says
-KV_STEP = 256  # tokens that an attention cache grows by
 LEAST_CHUNK = 16  # rows of a prompt that are read at a time, at the least; a verify window has fewer
 _RESIDENT_CHUNK = 64  # and where all experts are in memory: with fewer, streaming some reads a prompt faster
 _SHARE = 4  # one part in so many of what is left may go to activations, so that experts are read for more rows at once
 _RESERVE = 10  # `auto` leaves one part in so many of the system's memory to others
-# Measured on the CPU (benchmarks/memory_budget.py): code and stacks that a process first touches when it decodes, how
-# much two processes differ by, and what MLX's nodes of a graph take for each row of a layer that recurs row by row.
-_FIRST_USE = 6_000_000
-_JITTER = 3_000_000
-_NODES = 12_000
-_BUFFERS = 1_000_000  # that MLX keeps for reuse: on the CPU more makes nothing faster
-# On Metal nothing has been measured yet: compiled kernels and command buffers are assumed to take this much.
-_FIRST_USE_METAL = 96_000_000
-_BUFFERS_GPU = 64_000_000
+_JITTER = 3_000_000  # by which two processes that do the same were seen to differ
 
 
 @dataclass(frozen=True)
@@ -48,15 +27,17 @@ class Activations:
     """What MLX holds at most while a chunk of a prompt goes through the layers.
 
     Reckoned from what the layers were measured to hold with MLX's op path: the arrays of one layer at a time, for each
-    row and, in attention, for each row and token of context.
+    row and, in attention, for each row and token of context. in_flight: of operations that were begun before others had
+    ended, whatever the rows.
     """
 
     per_row: int
     per_row_and_token: int
     context: int
+    in_flight: int = 0
 
     def of(self, rows: int) -> int:
-        return rows * (self.per_row + self.per_row_and_token * (self.context + rows))
+        return self.in_flight + rows * (self.per_row + self.per_row_and_token * (self.context + rows))
 
 
 @dataclass(frozen=True)
@@ -179,7 +160,7 @@ class Fit:
         held = f"{self.slots / self.experts:.0%} of {self.experts} x {self.layers} experts in memory"
         if not self.streams:
             held = f"all {self.experts} x {self.layers} experts in memory, nothing streams"
-        return f"{format_size(self.budget)} of {self.scope}: {held}, {self.chunk} rows of a prompt at a time"
+        return f"{format_size(self.budget)} of {self.scope}: {held}; prompts are read {self.chunk} tokens at a time"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -207,7 +188,7 @@ def budget_bytes(memory: int | str) -> int:
         return parse_size(memory)
     if system.on_gpu_of_its_own():
         gpu = mx.device_info(mx.gpu)
-        return _gpu_memory() + int(gpu["free_memory"]) - int(gpu["total_memory"]) // _RESERVE
+        return gpu_memory() + int(gpu["free_memory"]) - int(gpu["total_memory"]) // _RESERVE
     most = system.footprint() + system.available() - system.total() // _RESERVE
     if mx.metal.is_available():
         most = min(most, int(mx.device_info(mx.gpu)["max_recommended_working_set_size"]))
@@ -216,146 +197,6 @@ def budget_bytes(memory: int | str) -> int:
     return most
 
 
-def needs(
-    plan: ModelPlan, dtype: str = "auto", *, context: int = CONTEXT, step_size: int = 2048, adapters: int = 0
-) -> Needs:
-    """What ``plan`` needs to be run in ``dtype`` (as in load()) with up to ``context`` tokens.
-
-    step_size: rows of a prompt that are read at a time, if there is room. adapters: bytes of theirs.
-    Measures the memory of this process: everything that is imported must have been, and the tokenizer loaded.
-    """
-    sizes, args = list(_parameter_sizes(plan, dtype)), plan.args
-    itemsize = (compute_dtype(dtype) or mx.bfloat16).size
-    experts = [size for size in sizes if EXPERT_PARAMETER.fullmatch(size.name)]
-    dense = [size for size in sizes if not EXPERT_PARAMETER.fullmatch(size.name)]
-    head = sum(size.loaded for size in dense if size.name.startswith("mtp."))
-    recurrent, attention = _layers(plan)
-    state = _state_bytes(args, itemsize) if recurrent else 0
-    own_gpu = system.on_gpu_of_its_own()
-    return Needs(
-        scope="GPU memory" if own_gpu else "process memory",
-        fixed={
-            "process": _process(own_gpu),
-            "weights": sum(size.loaded for size in dense) - head,
-            "mtp_head": head,
-            "kv_cache": (attention + 1)
-            * _kv_bytes(args, context, itemsize),  # one grows while its old arrays are there
-            "recurrent_state": 2 * recurrent * state,  # the next one is made from the one before
-            "adapters": adapters,
-            "buffers": _BUFFERS if on_cpu() else _BUFFERS_GPU,
-        },
-        loading=_by_group(dense),
-        loading_resident=_by_group(sizes),
-        activations=_activations(plan, context, itemsize, recurrent),
-        resident_nodes=recurrent * _NODES,
-        window=_window_bytes(args, recurrent, state, itemsize),
-        per_slot=_slot_bytes(experts, args.num_experts, own_gpu),
-        layers=len(blocks(plan.model)),
-        experts=args.num_experts,
-        least=args.num_experts_per_tok,
-        step_size=step_size,
-    )
-
-
-def _slot_bytes(sizes: list[_Size], experts: int, own_gpu: bool) -> int:
-    """Of a slot in every layer; where experts are copied to a GPU, a layer at a time, with room for the copies."""
-    layers: dict[str, int] = {}
-    for size in sizes:
-        layer = size.name.partition(".switch_mlp.")[0]
-        layers[layer] = layers.get(layer, 0) + size.loaded // experts
-    return sum(layers.values()) + (max(layers.values()) if own_gpu else 0)
-
-
-def _by_group(sizes: list[_Size]) -> int:
-    """What the largest part that is loaded at a time takes for a while."""
-    groups: dict[str, int] = {}
-    for size in sizes:
-        groups[group_of(size.name)] = groups.get(group_of(size.name), 0) + size.temporary
-    return max(groups.values(), default=0)
-
-
-def _process(own_gpu: bool) -> int:
-    if own_gpu:
-        return _gpu_memory()
-    return system.footprint() + (_FIRST_USE if on_cpu() else _FIRST_USE_METAL)
-
-
-def _gpu_memory() -> int:
-    """What MLX has of it."""
+def gpu_memory() -> int:
+    """What MLX has of a GPU's own memory."""
     return mx.get_active_memory() + mx.get_cache_memory()
-
-
-@dataclass(frozen=True)
-class _Size:
-    """loaded: bytes in memory. temporary: bytes beside that while it is made."""
-
-    name: str
-    loaded: int
-    temporary: int
-
-
-def _parameter_sizes(plan: ModelPlan, dtype: str) -> Iterator[_Size]:
-    cast, modules = compute_dtype(dtype), dict(plan.model.named_modules())
-    for name, recipe in plan.recipes.items():
-        entry, stored = plan.checkpoint.tensors[recipe.sources[0]], plan.source_bytes(name)
-        is_cast = cast is not None and entry.dtype in FLOATING
-        loaded = stored * entry.size // entry.nbytes * cast.size if cast is not None and is_cast else stored
-        arranged = on_cpu() and isinstance(modules[name.rpartition(".")[0]], nn.Linear) and name.endswith(".weight")
-        made = len(recipe.sources) > 1 or recipe.half is not None or recipe.swap or recipe.shift
-        source = plan.checkpoint.tensors[recipe.sources[0]].nbytes if recipe.half is not None else stored
-        yield _Size(name, loaded, source * (is_cast or made or arranged) + loaded * (is_cast and (made or arranged)))
-
-
-def _layers(plan: ModelPlan) -> tuple[int, int]:
-    """Recurrent layers, and layers with attention, those of the MTP head among them."""
-    model = plan.model
-    caches = model.make_cache() if hasattr(model, "make_cache") else [None] * len(model.layers)
-    recurrent = sum(isinstance(cache, ArraysCache) for cache in caches)
-    head = len(model.mtp.layers) if "mtp" in model else 0
-    return recurrent, len(caches) - recurrent + head
-
-
-def _kv_bytes(args: Any, context: int, itemsize: int) -> int:
-    """Of one layer: a cache that is not aligned to its steps has up to one step more."""
-    tokens = (math.ceil(context / KV_STEP) + 1) * KV_STEP
-    return 2 * args.num_key_value_heads * args.head_dim * itemsize * tokens
-
-
-def _state_bytes(args: Any, itemsize: int) -> int:
-    """Of one recurrent layer: the convolution's tail, and the state in float32."""
-    return (args.linear_conv_kernel_dim - 1) * _convolved(args) * itemsize + 4 * _recurrence(args)
-
-
-def _convolved(args: Any) -> int:
-    keys = args.linear_num_key_heads * args.linear_key_head_dim
-    return 2 * keys + args.linear_num_value_heads * args.linear_value_head_dim
-
-
-def _recurrence(args: Any) -> int:
-    return args.linear_num_value_heads * args.linear_value_head_dim * args.linear_key_head_dim
-
-
-def _window_bytes(args: Any, recurrent: int, state: int, itemsize: int) -> int:
-    """A verify window's log, the states before and after it, and the logits of its rows with what is made of them."""
-    rows = 1 + MAX_STEPS
-    log = (
-        recurrent * (2 * state + (rows + args.linear_conv_kernel_dim) * 2 * _convolved(args) * itemsize)
-        if recurrent
-        else 0
-    )
-    return log + 6 * rows * args.vocab_size * 4
-
-
-def _activations(plan: ModelPlan, context: int, itemsize: int, recurrent: int) -> Activations:
-    args, hidden = plan.args, plan.args.hidden_size
-    heads = args.num_attention_heads * args.head_dim
-    moe = args.num_experts_per_tok * (4 * hidden + 3 * args.moe_intermediate_size) + 4 * hidden
-    moe += 3 * (getattr(args, "shared_expert_intermediate_size", 0) or 0) + 4 * args.num_experts
-    layers = [moe * itemsize, (11 * heads + 4 * hidden) * itemsize]
-    if recurrent:
-        wide = 2 * _convolved(args) * itemsize
-        # The op path keeps the state after each row until the chunk is done; Metal has a kernel that does not.
-        states = 0 if mx.metal.is_available() else 4 * _recurrence(args) + _NODES
-        layers.append(5 * wide + states)
-    scores = 0 if mx.metal.is_available() else 2 * args.num_attention_heads * itemsize
-    return Activations(max(layers) + 6 * hidden * itemsize, scores, context)

@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..errors import InputError
-from .probe import BLOCKS, PASSES, Rate, cells, measure
+from .probe import BLOCKS, Rate, cells, measure, passes
 
 THREADS_VARIABLE = "STRATA_MLX_READ_THREADS"
 DIRECT_VARIABLE = "STRATA_MLX_READ_DIRECT"
@@ -73,7 +73,7 @@ def settings_for(workload: Workload, environ: Mapping[str, str] = os.environ) ->
 
 def inspect_disk(workload: Workload, progress: bool = True) -> dict[str, Any]:
     """Measure the disk with a model's files at length and remember the result; a JSON-ready report."""
-    number = PASSES * len(cells(workload.files))
+    number = passes(workload.files, _LONG) * len(cells(workload.files))
     with tqdm(total=number, unit="measurement", desc="Reading", disable=not progress, leave=False) as bar:
         rates = measure(workload.files, _LONG, bar.update)
     remember(workload.files[0], rates)

@@ -15,9 +15,10 @@ from ..errors import InputError
 from ..models.moe import blocks
 from ..models.plan import ModelPlan
 from ..routing.residency import Residency
-from .budget import CONTEXT, Fit, Needs, budget_bytes, needs
+from .budget import CONTEXT, Fit, Needs, budget_bytes
 from .disk import DiskSettings
 from .eviction import DEFAULT_EVICTION
+from .needs import needs_of
 from .pressure import Guard, beyond, system_sources
 from .profile import ExpertProfile
 from .streaming import Streaming, streaming_of
@@ -62,7 +63,7 @@ class ExpertOptions:
         importlib.import_module("strata_mlx.engine")
         tokenizer.decode(tokenizer.encode("text"))
         context = self.context if isinstance(self.context, int) else self.context(tokenizer)
-        return needs(plan, dtype, context=context, step_size=self.prefill_step_size, adapters=adapters)
+        return needs_of(plan, dtype, context=context, step_size=self.prefill_step_size, adapters=adapters)
 
     def fit(self, plan: ModelPlan, dtype: str, tokenizer: TokenizerWrapper, adapters: int = 0) -> Fit | None:
         """How the budget is spent on ``plan`` in ``dtype``; None without one. adapters: bytes of theirs.

@@ -18,7 +18,7 @@ from .files import PAGE
 
 BLOCKS = (64 << 10, 512 << 10, 2 << 20)  # bytes per read
 THREADS = (1, 2, 4, 8)
-PASSES = 2
+_TURN = 0.02  # seconds that one measurement takes
 _CACHED_BYTES = 16 << 20  # that are read again and again to measure the page cache
 _FASTEST = 8e9  # bytes per second of a disk: so much is dropped from the page cache for each second of measuring
 
@@ -37,21 +37,25 @@ class Rate:
 def measure(files: Sequence[Path], seconds: float, advance: Callable[[], Any] = lambda: None) -> list[Rate]:
     """The rates of all combinations on random parts of ``files``, in about so many seconds altogether.
 
-    Each is measured PASSES times, unless the disk is too slow for that, and the best counts: others use it too.
-    advance: called after each of PASSES * len(cells()) measurements. Raises Fault where a file cannot be read.
+    They take turns, passes() times unless the disk is too slow for that, and the best counts: others use the disk too.
+    advance: called after each turn. Raises Fault where a file cannot be read.
     """
-    combinations, start = cells(files), time.perf_counter()
-    best = dict.fromkeys(combinations, 0.0)
-    each = seconds / PASSES / len(combinations)
+    best, start = dict.fromkeys(cells(files), 0.0), time.perf_counter()
+    turns = passes(files, seconds)
     try:
-        for number in range(PASSES):
-            for cell in combinations:
-                if number == 0 or time.perf_counter() < start + seconds:
-                    best[cell] = max(best[cell], _rate(files, *cell, each))
+        for turn in range(turns):
+            for cell in best:
+                if turn == 0 or time.perf_counter() < start + seconds:
+                    best[cell] = max(best[cell], _rate(files, *cell, seconds / turns / len(best)))
                 advance()
     except OSError as error:
         raise Fault(f"{error.filename or files[0]}: cannot be read ({error.strerror}); check the disk") from error
     return [Rate(*cell, rate) for cell, rate in best.items()]
+
+
+def passes(files: Sequence[Path], seconds: float) -> int:
+    """How often each combination is measured, when all may take ``seconds``."""
+    return max(1, int(seconds / len(cells(files)) / _TURN))
 
 
 def cells(files: Sequence[Path]) -> list[tuple[int, int, bool, bool]]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from numpy.typing import NDArray
 
 from ..device import evaluate
 from .eviction import Ids
@@ -22,33 +21,13 @@ if TYPE_CHECKING:
     from .store import ExpertStore
 
 SPLIT_SECONDS = 1e-3  # of reading, from which on it pays to compute with the resident experts apart
-AHEAD_SHARE = 0.7  # of the experts per token, that are read before the router has chosen, if they are likely
 TIME_ONE_IN = 64  # computations that reads overlap, to know which reads the device had to wait for
-
-
-class Guess:
-    """Goes from a MoE layer to the next one: what the router of that makes of the input of this one."""
-
-    def __init__(self, router: Callable[[mx.array], mx.array]):
-        self._router = router
-        self._scores: mx.array | None = None
-
-    def make(self, x: mx.array) -> mx.array:
-        """From the input of the layer before, ``[..., D]``: scores, which are to be computed."""
-        self._scores = self._router(x).astype(mx.float32)
-        return self._scores
-
-    def take(self) -> NDArray[np.float32] | None:
-        """The scores of the experts ``[E]`` for the last row, if any were made since this was last asked."""
-        scores, self._scores = self._scores, None
-        return None if scores is None else np.array(scores).reshape(-1, scores.shape[-1])[-1]
 
 
 class StreamedExperts(nn.Module):
     """Takes the place of mlx-lm's SwitchGLU in a MoE block. Its output is the same to the bit, whatever is in memory.
 
-    place: index of the layer in ``store``. traffic: counters, which layers share. guess, guess_of_next: of what
-    this layer and the next one will need, if they both stream.
+    place: index of the layer in ``store``. traffic: counters, which layers share.
     """
 
     def __init__(self, pool: SlotPool, table: SlotTable, store: ExpertStore, place: int, traffic: Traffic):
@@ -58,8 +37,6 @@ class StreamedExperts(nn.Module):
         self._pool, self._store, self._traffic = pool, store, traffic
         self._read_seconds = 0.0  # for an expert, a moving average
         self._pair_seconds, self._timed = 0.0, 0
-        self.guess: Guess | None = None
-        self.guess_of_next: Guess | None = None
         self._open = False  # while the table is between two consistent states
 
     def __call__(
@@ -68,13 +45,11 @@ class StreamedExperts(nn.Module):
         ids: mx.array,
         mix: Callable[[mx.array], mx.array],
         meanwhile: mx.array | None = None,
-        ahead: bool = True,
     ) -> mx.array:
         """Apply the experts ``ids`` uint32 ``[B, T, K]`` to ``x [B, T, D]`` and return ``mix(outputs)``, on its way.
 
         mix: what follows on the experts' outputs ``[B, T, K, D]``, by rank. meanwhile: what the device is to compute
-        next, while the host waits for the ids and for reads. ahead: whether experts may be read that are only likely
-        to be needed.
+        next, while the host waits for the ids and for reads.
         Raises Fault where a read fails; nothing is lost by that but this window.
         """
         start = perf_counter()
@@ -82,7 +57,7 @@ class StreamedExperts(nn.Module):
             self._recover()
         self._open = True
         try:
-            result = self._serve(x, ids, mix, meanwhile, ahead)
+            result = self._serve(x, ids, mix, meanwhile)
         except BaseException:
             self._recover()
             raise
@@ -96,21 +71,17 @@ class StreamedExperts(nn.Module):
         ids: mx.array,
         mix: Callable[[mx.array], mx.array],
         meanwhile: mx.array | None,
-        ahead: bool,
     ) -> mx.array:
         start = perf_counter()
         evaluate(ids, "choosing experts", wait=False)
         rows = ids.size // ids.shape[-1]
-        guess = self.guess_of_next.make(x) if ahead and self.guess_of_next and rows == 1 else None
-        if along := [array for array in (guess, meanwhile) if array is not None]:
-            evaluate(along, "computing the shared expert", wait=False)
+        if meanwhile is not None:
+            evaluate(meanwhile, "computing the shared expert", wait=False)
         launched = perf_counter()
         # Until the ids are there, the host does all that does not need them.
         promise = self._pool.promise(x, ids.shape) if rows <= DECODE_ROWS else None
         result = mix(promise.outputs) if promise else None
         self._pool.settle()
-        if self.guess and promise and (scores := self.guess.take()) is not None:
-            self._read_ahead(scores, ids.shape[-1])
         self.table.rank(2 * ids.shape[-1])
         ready = perf_counter()
         evaluate(ids, "choosing experts")
@@ -127,15 +98,6 @@ class StreamedExperts(nn.Module):
         self._traffic.compute_seconds += waited
         self._traffic.host_seconds -= waited
         return result
-
-    def _read_ahead(self, scores: NDArray[np.float32], top_k: int) -> None:
-        """Read experts that the router would choose by ``scores [E]`` of a guess."""
-        likely = scores.argsort()[: -top_k - 1 : -1]
-        first = likely[: round(AHEAD_SHARE * top_k)]
-        missing = first[self.table.slot_of[first] < 0]
-        if len(missing) and self.table.fits(missing, likely):
-            self._fetch(missing, likely, busy_until=float("inf"))
-            self._traffic.ahead += len(missing)
 
     def _apply(self, x: mx.array, chosen: Ids, promise: Promise | None) -> mx.array:
         """The outputs by rank: those of ``promise``, if it can be fulfilled."""

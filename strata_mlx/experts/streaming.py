@@ -17,14 +17,11 @@ from .disk import DiskSettings
 from .eviction import DEFAULT_EVICTION, make_eviction
 from .slots import make_slots
 from .store import ExpertStore
-from .stream import Guess, StreamedExperts
+from .stream import StreamedExperts
 from .table import SlotTable
 from .traffic import Traffic
 
 _WARMED_AT_ONCE = 16  # experts, which are read together before anything is needed
-# Read what the next layer's router is likely to choose. It halves the misses that a token waits for and reads a fifth
-# more; where the processor is busy with other work it does not pay, and on an idle one it has not been measured.
-READ_AHEAD = False
 
 
 class Streaming:
@@ -155,10 +152,6 @@ def stream_experts(
                 pool = make_slots(block.switch_mlp, store.fields(place), count)
                 table = SlotTable(experts, count, make_eviction(eviction, experts), pinned.get(block.layer, ()))
                 block.switch_mlp = layers[block.layer] = StreamedExperts(pool, table, store, place, traffic)
-        for index in range(plan.args.num_hidden_layers - 1):  # an MTP head's layer follows on no other
-            if READ_AHEAD and index in layers and index + 1 in layers:
-                guess = Guess(modules[store.layers[layers[index + 1].place]].gate)
-                layers[index].guess_of_next = layers[index + 1].guess = guess
     except BaseException:
         store.close()
         raise

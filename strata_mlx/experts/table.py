@@ -122,6 +122,7 @@ class SlotTable:
         else:
             self.counts += np.bincount(ids.ravel(), minlength=self.counts.size)
         self.eviction.used(ids, prefill)
+        self._ranked_at = -1
 
     def _victims(self, count: int, keep: Ids) -> list[int]:
         if self._ranked_at == self.version:

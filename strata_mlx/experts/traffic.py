@@ -10,8 +10,7 @@ class Traffic:
     """Totals over the streamed layers of a model.
 
     windows: that layers have computed. picks: (token, rank) selections. hits, misses: experts that a window needed,
-    each counted once, that were in memory when the router chose them, and that were read then. ahead: that were read
-    before, since they were likely to be chosen. bytes: read from disk, for misses and ahead.
+    each counted once, that were in memory when the router chose them, and that were read then. bytes: read from disk.
     read_seconds: that threads spent reading. stall_seconds: that the device had no expert to compute while it waited
     for reads. compute_seconds: that the host waited for the device. host_seconds: that it did anything else between
     the beginning and the end of a layer's experts.
@@ -21,7 +20,6 @@ class Traffic:
     picks: int = 0
     hits: int = 0
     misses: int = 0
-    ahead: int = 0
     bytes: int = 0
     read_seconds: float = 0.0
     stall_seconds: float = 0.0

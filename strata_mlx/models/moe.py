@@ -40,8 +40,7 @@ class MoEBlock(nn.Module):
             return y if shared is None else y + shared
 
         if isinstance(self.switch_mlp, StreamedExperts):
-            # What a policy avoids is not to be read on a guess.
-            return self.switch_mlp(x, ids, mix, shared, ahead=self.routing.mode == "exact")
+            return self.switch_mlp(x, ids, mix, shared)
         return mix(self.switch_mlp(x, ids))
 
 

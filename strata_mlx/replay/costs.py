@@ -398,14 +398,14 @@ def fit_costs(samples: Sequence[Sample], steps: int, read: float = 0.0) -> Costs
 
 def _regress(features: Sequence[Sequence[float]], seconds: Sequence[float], levels: int, last: float) -> list[float]:
     """Least absolute deviations, by iteratively reweighted least squares. The first ``levels`` features are one of
-    several; the others cost something, or nothing. last: a guess of what the last one costs, which counts as a few
-    rounds.
+    several; the others cost something, or nothing. last: a guess of what the last one costs, which counts as one
+    round.
     """
     x, y = np.array(features, np.float64), np.array(seconds, np.float64)
     if last and x[:, -1].any():
-        guesses = np.zeros((1 + len(x) // 20, x.shape[1]))
-        guesses[:, -1] = x[:, -1].mean()
-        x, y = np.concatenate([x, guesses]), np.concatenate([y, last * guesses[:, -1]])
+        guess = np.zeros((1, x.shape[1]))
+        guess[0, -1] = x[:, -1].mean()
+        x, y = np.concatenate([x, guess]), np.append(y, last * guess[0, -1])
     active: NDArray[np.bool_] = np.asarray(x.any(axis=0))
     while True:
         expected = np.maximum(y, 1e-9)

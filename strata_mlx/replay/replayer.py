@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ class Replayed:
     misses: NDArray[np.int32]
     prompt_misses: NDArray[np.int32]
 
-    @property
+    @cached_property
     def later(self) -> list[Round]:
         """The rounds after the first of each document."""
         first = np.diff(self.document, prepend=-1) != 0
@@ -99,7 +100,7 @@ def replay(
 ) -> Replayed:
     """What SpeculativeDecoder would do with each document's prompt and ``max_tokens`` of N + 1, ``auto`` off.
 
-    The same arguments give the same result. Nothing is read ahead on a guess. Misses are exact where every committed
+    The same arguments give the same result. Misses are exact where every committed
     token goes through the head, as it does in rounds that draft; after more than CAUGHT_UP plain steps the head misses
     tokens, which a recording cannot know: what it drafts is taken to be the same.
 

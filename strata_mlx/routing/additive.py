@@ -97,26 +97,26 @@ def select_additive(
         else:
             raised = mx.sigmoid(logits.astype(mx.float32) + bonus)
         raised = mx.where(present & (probabilities > 0), raised, own)
-        ids = _protected_first(sort_keys(probabilities, offset), sort_keys(raised, offset), policy.protect, top_k)
+        first = top_ids(sort_keys(probabilities, offset), policy.protect) if policy.protect else None
+        ids = _then_best(first, sort_keys(raised, offset), top_k)
     elif policy.kind == "margin":
-        keys = sort_keys(probabilities, offset)
-        own_mass = mx.take_along_axis(probabilities, top_ids(keys, top_k), axis=-1).sum(axis=-1, keepdims=True)
+        first = top_ids(sort_keys(probabilities, offset), top_k)
+        own_mass = mx.take_along_axis(probabilities, first, axis=-1).sum(axis=-1, keepdims=True)
         raised = mx.where(present & (probabilities > 0), probabilities + policy.margin * own_mass, probabilities)
-        ids = _protected_first(keys, sort_keys(raised, offset), policy.protect, top_k)
+        ids = _then_best(first[:, : policy.protect] if policy.protect else None, sort_keys(raised, offset), top_k)
     else:
         ids = _residents_first(probabilities, offset, present, policy, top_k)
     weights = mx.take_along_axis(probabilities, ids, axis=-1)
     return ids, mixing_weights(weights, probabilities, norm_topk=norm_topk, router=router, scale=scale)
 
 
-def _protected_first(own: mx.array, biased: mx.array, protect: int, top_k: int) -> mx.array:
-    """The ids ``[T, K]``: the first ``protect`` by one set of keys ``[T, E]``, the rest by another."""
-    if protect == 0:
-        return top_ids(biased, top_k)
-    first = top_ids(own, protect)
-    if protect == top_k:
+def _then_best(first: mx.array | None, keys: mx.array, top_k: int) -> mx.array:
+    """The ids ``[T, K]``: ``first``, which are protected, and then the best others by ``keys [T, E]``."""
+    if first is None:
+        return top_ids(keys, top_k)
+    if (left := top_k - first.shape[-1]) == 0:
         return first
-    return mx.concatenate([first, top_ids(biased, top_k - protect, taken=first)], axis=-1)
+    return mx.concatenate([first, top_ids(keys, left, taken=first)], axis=-1)
 
 
 def _residents_first(

@@ -10,6 +10,7 @@ What the specification leaves to the implementation, and every executor does ali
 """
 
 import itertools
+from functools import lru_cache
 from typing import Protocol
 
 import mlx.core as mx
@@ -81,10 +82,10 @@ def select_ops(
         weights = mx.take_along_axis(probabilities, ids, axis=-1)
     else:
         present = resident & ~dead  # [T, E]
-        ids, scores = _pick_by_rank(probabilities, present, tables, draft_rows, offset)
+        segments, inverse = _constants(tables.tobytes())
+        ids, scores = _pick_by_rank(probabilities, present, segments, draft_rows, offset)
         if router == "softmax":
-            inverse = _per_row(tables[:, INVERSE], draft_rows)
-            weights = mx.where(mx.take_along_axis(present, ids, axis=-1), scores * inverse, scores)
+            weights = mx.where(mx.take_along_axis(present, ids, axis=-1), scores * inverse(draft_rows), scores)
         else:  # the sigmoid scores are kept: nothing to recover, no digit lost
             weights = mx.take_along_axis(probabilities, ids, axis=-1)
     return ids, mixing_weights(weights, probabilities, norm_topk=norm_topk, router=router, scale=scale)
@@ -106,21 +107,21 @@ def plain_router(logits: mx.array, top_k: int, norm_topk: bool) -> Selection:
 def _pick_by_rank(
     probabilities: mx.array,
     present: mx.array,
-    tables: NDArray[np.float32],
+    segments: "list[_Segment]",
     draft_rows: mx.array,
     offset: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
     """The ids and the scaled scores, each ``[T, K]``, of the picks at all ranks."""
-    ids = mx.zeros((probabilities.shape[0], 0), mx.uint32)
+    ids: mx.array | None = None
     scores = []
-    for start, stop in _segments(tables):
+    for count, factor in segments:
         scaled = probabilities
-        if (tables[:, FACTOR, start] != 1).any():
-            factor = _per_row(tables[:, FACTOR, start], draft_rows)
-            scaled = mx.where(present, probabilities * factor, probabilities)
-        picked = top_ids(sort_keys(scaled, offset), stop - start, taken=ids if start else None)
+        if factor is not None:
+            scaled = mx.where(present, probabilities * factor(draft_rows), probabilities)
+        picked = top_ids(sort_keys(scaled, offset), count, taken=ids)
         scores.append(mx.take_along_axis(scaled, picked, axis=-1))
-        ids = mx.concatenate([ids, picked], axis=-1) if start else picked
+        ids = picked if ids is None else mx.concatenate([ids, picked], axis=-1)
+    assert ids is not None, "at least one expert is picked"
     return ids, mx.concatenate(scores, axis=-1)
 
 
@@ -202,17 +203,34 @@ def _sum_in_parts(values: mx.array) -> mx.array:
     return parts.sum(axis=-1).sum(axis=-1, keepdims=True)
 
 
-def _segments(tables: NDArray[np.float32]) -> list[tuple[int, int]]:
-    """The runs of ranks that share their factors. Within one, the picks are the best of a fixed score."""
-    factors = tables[:, FACTOR]
+class _PerRow:
+    """Constants ``[2, ...]`` of both kinds of rows, as what each row needs."""
+
+    def __init__(self, values: NDArray[np.float32]):
+        values = values.reshape(2, -1)
+        self._head, self._draft = mx.array(values[HEAD]), mx.array(values[DRAFT])
+        self._same = np.array_equal(values[HEAD], values[DRAFT])
+
+    def __call__(self, draft_rows: mx.array) -> mx.array:
+        """One row that broadcasts where both kinds agree, else ``[T, ...]``."""
+        return self._head if self._same else mx.where(draft_rows[:, None], self._draft, self._head)
+
+
+_Segment = tuple[int, _PerRow | None]  # how many picks, and what residents are scaled by
+
+
+@lru_cache
+def _constants(tables: bytes) -> tuple[list[_Segment], _PerRow]:
+    """Of tables float32 ``[2, 2, K]``: the runs of ranks that share their factors, and all inverse factors.
+
+    Within a run, the picks are the best of a fixed score.
+    """
+    values = np.frombuffer(tables, np.float32).reshape(2, 2, -1)
+    factors = values[:, FACTOR]
     changes = np.flatnonzero((factors[:, 1:] != factors[:, :-1]).any(axis=0)) + 1
     edges = [0, *changes.tolist(), factors.shape[-1]]
-    return list(itertools.pairwise(edges))
-
-
-def _per_row(values: NDArray[np.float32], draft_rows: mx.array) -> mx.array:
-    """``values [2, ...]`` for each row: one row that broadcasts where both kinds agree, else ``[T, ...]``."""
-    values = values.reshape(2, -1)
-    if np.array_equal(values[HEAD], values[DRAFT]):
-        return mx.array(values[HEAD])
-    return mx.where(draft_rows[:, None], mx.array(values[DRAFT]), mx.array(values[HEAD]))
+    segments = [
+        (stop - start, _PerRow(factors[:, start]) if (factors[:, start] != 1).any() else None)
+        for start, stop in itertools.pairwise(edges)
+    ]
+    return segments, _PerRow(values[:, INVERSE])

@@ -62,7 +62,7 @@ class Meter:
         self._sampled += rows
         self._picks += rows * top_k
         if ids is not None:
-            self._totals = self._totals + _distance(logits, ids, top_k)
+            self._totals = self._totals + distance(logits, ids, top_k)
             mx.async_eval(self._totals)  # or the logits of every sample would stay in memory
 
     def price(self) -> Price:
@@ -73,8 +73,10 @@ class Meter:
         return Price(self._rows, self._sampled, changed / self._picks, extra_kl / self._sampled)
 
 
-def _distance(logits: mx.array, ids: mx.array, top_k: int) -> mx.array:
-    """Picks changed and extra KL in nats, float32 ``[2]``, summed over the rows of a window."""
+def distance(logits: mx.array, ids: mx.array, top_k: int) -> mx.array:
+    """Picks changed and extra KL in nats, float32 ``[2]``, summed over the rows of ``logits [T, E]``, which went to
+    ``ids [T, K]``.
+    """
     probabilities, _ = router_probabilities(logits, "softmax")
     plain = mx.topk(probabilities, top_k, axis=-1)
     chosen = mx.take_along_axis(probabilities, ids, axis=-1)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, SupportsFloat
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError
 from .calibration import MAX_POSITIONS, Calibration, items, known, number, numbers, read_json
@@ -25,9 +25,8 @@ KIND = "economic"
 _CHAINS = 32  # latest ones, by which the number of drafts is chosen
 _HALF_LIFE = 64.0  # rounds after which a measurement counts half
 _TRUST = 32.0  # rounds that the measurements made beforehand count as
-_DOUBT = 3.0  # the more, the longer until the calibration is corrected: a variance of accepted drafts
-_MOST_SHIFT = 2.0  # of the calibration's log-odds
-_MARGIN = 0.01  # tokens by which another number of drafts must be better, so that it does not change at every round
+_SPREAD = 0.5  # expected variance, from text to text, of what the log-odds of acceptance are off by
+_MARGIN = 0.03  # tokens by which another number of drafts must be better, so that it does not change at every round
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class EconomicController:
         self._keep = 2 ** (-1 / _HALF_LIFE)
         self._seconds = self._expected = self._measured = _TRUST * self._plain
         self._tokens = self._seconds * policy.rate
-        self._surplus, self._variance = 0.0, _DOUBT
+        self._shift, self._doubt = 0.0, _SPREAD
         chances = policy.chances
         self._typical = chances.mean(axis=0)  # [n]
         self._chains: deque[NDArray[np.float64]] = deque(chances[-_CHAINS:], _CHAINS)
@@ -150,7 +149,7 @@ class EconomicController:
     @property
     def shift(self) -> float:
         """Of the log-odds of acceptance, from what the calibration says."""
-        return float(np.clip(self._surplus / self._variance, -_MOST_SHIFT, _MOST_SHIFT))
+        return self._shift
 
     def depth(self, most: int) -> int:
         """How many drafts, up to ``most``, the next round should make; 0 is a plain step."""
@@ -184,6 +183,7 @@ class EconomicController:
         self._seconds = self._seconds * self._keep + latest.seconds
         self._measured = self._measured * self._keep + latest.seconds
         self._expected = self._expected * self._keep + expected
+        self._doubt = self._keep**2 * self._doubt + (1 - self._keep**2) * _SPREAD
         if made:
             self._pacer.round(latest.seconds, latest.committed)
             self._compare(latest)
@@ -195,12 +195,17 @@ class EconomicController:
             self._depth = best
 
     def _compare(self, latest: Round) -> None:
-        """Of the drafts whose outcome is known: how many were accepted, against how many should have been."""
-        chance = np.array(self._policy.calibration.acceptances(latest.confidences[: self._policy.steps]))
-        tried = chance[: min(latest.accepted + 1, latest.retained)]
-        self._surplus = self._surplus * self._keep + min(latest.accepted, len(tried)) - tried.sum()
-        self._variance = (self._variance - _DOUBT) * self._keep + (tried * (1 - tried)).sum() + _DOUBT
-        self._chains.append(np.append(chance, self._typical[len(chance) :]))
+        """Correct the calibration by the drafts whose outcome is known, and remember the chain.
+
+        That is a Kalman filter for the shift, which drifts back to 0 while there is nothing to learn from it.
+        """
+        chances = np.array(self._policy.calibration.acceptances(latest.confidences[: self._policy.steps]))
+        self._shift *= self._keep
+        for position, chance in enumerate(chances[: min(latest.accepted + 1, latest.retained)]):
+            expected = float(shifted(chance, self._shift))
+            self._doubt /= 1 + self._doubt * expected * (1 - expected)
+            self._shift += self._doubt * ((position < latest.accepted) - expected)
+        self._chains.append(np.append(chances, self._typical[len(chances) :]))
 
     def _depths(self) -> NDArray[np.float64]:
         """What a round of 0, 1, ... drafts is worth, in tokens more than its time could earn, ``[n + 1]``."""
@@ -249,7 +254,7 @@ class EconomicGate:
             self.open = False
             return False
         chance = self._calibration.acceptance(place, value, self._before)
-        self._chances.append(float(shifted(np.array([chance]), self._shift)[0]))
+        self._chances.append(float(shifted(chance, self._shift)))
         self._before *= value
         if self._stepwise:
             self.open = self._goes_on()
@@ -262,7 +267,7 @@ class EconomicGate:
         return int(best_k(likely, self._verify, made, rate=self._rate)) > n
 
 
-def shifted(chances: NDArray[np.float64], shift: float) -> NDArray[np.float64]:
+def shifted(chances: ArrayLike, shift: float) -> NDArray[np.float64]:
     """Probabilities with ``shift`` added to their log-odds."""
-    odds = np.exp(shift)
+    chances, odds = np.asarray(chances, np.float64), np.exp(shift)
     return np.asarray(chances * odds / (1 - chances + chances * odds))

@@ -43,9 +43,8 @@ def streamed(
     threads: int = 1,
     eviction: str = "lru",
     mtp: bool = False,
-    ahead: bool = True,
 ) -> nn.Module:
-    with patch.object(streaming, "make_slots", kind), patch.object(streaming, "READ_AHEAD", ahead):
+    with patch.object(streaming, "make_slots", kind):
         model, _ = load(folder, slots=slots, eviction=eviction, mtp=mtp)
     if found := streaming.streaming_of(model):
         found.store.settings = DiskSettings(threads)

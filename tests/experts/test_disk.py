@@ -10,7 +10,7 @@ import pytest
 from strata_mlx.errors import Fault, InputError
 from strata_mlx.experts import DiskSettings, disk
 from strata_mlx.experts.disk import Workload, choose, device_of, recall, remember, settings_for
-from strata_mlx.experts.probe import BLOCKS, PASSES, THREADS, Rate, cells, measure
+from strata_mlx.experts.probe import BLOCKS, THREADS, Rate, cells, measure, passes
 from tests.errors import refuses
 
 HUGE = 1 << 50
@@ -64,9 +64,10 @@ def file(tmp_path: Path) -> Path:
 
 def test_every_combination_is_measured(file: Path) -> None:
     done: list[int] = []
-    table = measure([file], 0.01, lambda: done.append(1))
+    table = measure([file], 0.5, lambda: done.append(1))
     assert [(rate.block, rate.threads, rate.direct, rate.cached) for rate in table] == cells([file])
-    assert len(done) == PASSES * len(table)
+    assert len(done) == passes([file], 0.5) * len(table)
+    assert passes([file], 0.01) == 1 < passes([file], 0.5)
     assert all(rate.bytes_per_second > 0 for rate in table)
     assert {rate.block for rate in table} == {BLOCKS[0]}
 

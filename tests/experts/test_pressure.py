@@ -144,3 +144,9 @@ def test_every_system_has_sources(monkeypatch: pytest.MonkeyPatch, platform: str
     monkeypatch.setattr(sys, "platform", platform)
     sources: list[Callable[[], Wish | None]] = pressure.system_sources()
     assert len(sources) >= 2
+
+
+def test_the_sources_of_this_system_can_be_asked() -> None:
+    for source in pressure.system_sources():
+        wish = source()
+        assert wish is None or wish.reason

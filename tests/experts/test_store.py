@@ -128,6 +128,26 @@ def test_neighbouring_halves_take_one_read(tmp_path: Path, count_reads: Callable
     assert count_reads() == 2  # gate_up_proj and down_proj
 
 
+@pytest.mark.parametrize("layout", ["separate", "stacked"])
+@pytest.mark.parametrize("pack", [False, True])
+def test_places_are_those_of_the_files(tmp_path: Path, layout: str, pack: bool) -> None:
+    folder = make_checkpoint(tmp_path / "model", layout=layout)
+    folder = convert(Conversion(plan(folder), pack=pack), tmp_path / "converted", progress=False) if pack else folder
+    model = plan(folder)
+    with ExpertStore.open(model, mx.float32) as store:
+        for field, place in zip(store.fields(1), store.places(1), strict=True):
+            recipe = model.recipes[f"{store.layers[1]}.switch_mlp.{field.name}"]
+            starts = {model.checkpoint.tensors[source].start for source in recipe.sources}
+            assert 0 <= place < files.PAGE
+            if len({start % 64 for start in starts}) == 1:
+                assert (place - min(starts)) % 64 in (0, 61, 62, 63)  # elements are aligned, files need not be
+            if pack:
+                assert place == min(starts) % files.PAGE
+            assert place % 4 == 0
+    with ExpertStore.open(model, mx.float16) as store:
+        assert set(store.places(1)) == {0}  # they are cast, and the slots are not what is read into
+
+
 # Mistakes that these tests must find.
 
 

@@ -18,9 +18,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from strata_mlx import Fault, Residency, Routing, RoutingPolicy, load, set_routing, stream_generate
+from strata_mlx import Fault, load, stream_generate
 from strata_mlx.experts.slots import StagedSlots, UnifiedSlots
-from strata_mlx.experts.stream import Guess, StreamedExperts
+from strata_mlx.experts.stream import StreamedExperts
 from strata_mlx.experts.streaming import streaming_of
 from strata_mlx.experts.table import SlotTable
 from tests.experts.streamed import EXPERTS, TOP_K, checkpoint, logits, reads, same, splitting, streamed
@@ -57,7 +57,7 @@ def test_every_family_and_layout_gives_the_bits_of_the_resident_model(family: st
     mtp = family != "qwen3_moe"
     plain = logits(load(path, mtp=mtp)[0])
     for slots in (TOP_K, TOP_K + 3):
-        model = streamed(path, slots, mtp=mtp, ahead=slots == TOP_K)
+        model = streamed(path, slots, mtp=mtp)
         assert same(logits(model), plain)
         assert same(logits(model), plain)  # with other experts in memory than at first
 
@@ -210,39 +210,11 @@ def test_traffic_counts_what_went_over_the_disk(folder: Path) -> None:
     layers, rows = 2, 40 + 1 + 1 + 1 + 4 + 2 + 1 + 3 + 17 + 1
     assert now.windows == 10 * layers
     assert now.picks == rows * TOP_K * layers
-    assert now.bytes == (now.misses + now.ahead) * found.store.expert_bytes(0)
+    assert now.bytes == now.misses * found.store.expert_bytes(0)
     assert 0 < now.misses < now.hits + now.misses < now.picks
-    assert now.ahead > 0
     assert min(now.read_seconds, now.host_seconds, now.compute_seconds) > 0
     assert now.stall_seconds >= 0
     assert (now - before) == now
-
-
-def test_only_exact_routing_reads_on_a_guess(folder: Path) -> None:
-    """A policy keeps away from what is on disk: a guess of the plain router is then not to be read."""
-    model = streamed(folder, 8)
-    found = streaming_of(model)
-    assert found is not None
-    set_routing(model, Routing(RoutingPolicy(3.0), Residency({0: np.arange(EXPERTS) < 8, 1: np.arange(EXPERTS) < 8})))
-    logits(model)
-    assert found.traffic().ahead == 0
-    set_routing(model, Routing())
-    logits(model)
-    assert found.traffic().ahead > 0
-
-
-def test_a_wrong_guess_changes_no_bit(folder: Path, expected: list[Any]) -> None:
-    for value in (0.0, mx.nan):
-
-        def make(x: mx.array, value: float = value) -> mx.array:
-            return mx.random.normal((*x.shape[:-1], EXPERTS)) + value
-
-        model = streamed(folder, TOP_K + 1)
-        found = streaming_of(model)
-        assert found is not None
-        found.layers[0].guess_of_next = found.layers[1].guess = Guess(make)
-        assert same(logits(model), expected)
-        assert found.traffic().ahead > 0
 
 
 def wrong_order(original: Callable[..., Any], self: Any, *args: Any) -> Any:

@@ -94,7 +94,7 @@ def test_too_few_rounds_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def measured(model: nn.Module, folder: Path) -> CostModel:
-    probes = [Probe(model, STEPS), Probe(streamed(folder, TOP_K, mtp=True, ahead=False), STEPS)]
+    probes = [Probe(model, STEPS), Probe(streamed(folder, TOP_K, mtp=True), STEPS)]
     for probe in probes:
         for _ in range(2):
             for depth in range(STEPS + 1):
@@ -119,7 +119,7 @@ def test_the_real_decoder_is_measured(measured: CostModel, model: nn.Module) -> 
 
 
 def test_a_probe_counts_every_miss(folder: Path) -> None:
-    model = streamed(folder, TOP_K, mtp=True, ahead=False)
+    model = streamed(folder, TOP_K, mtp=True)
     streaming = streaming_of(model)
     assert streaming
     probe = Probe(model, STEPS)

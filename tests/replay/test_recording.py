@@ -88,7 +88,7 @@ def test_recording_leaves_the_model_as_it_was(folder: Path) -> None:
 
 
 def test_what_streams_is_recorded_alike(recording: Recording, folder: Path) -> None:
-    assert equal(record(streamed(folder, TOP_K, mtp=True, ahead=False), None, PROMPTS, TOKENS), recording)
+    assert equal(record(streamed(folder, TOP_K, mtp=True), None, PROMPTS, TOKENS), recording)
 
 
 def test_an_end_token_ends_a_document(recording: Recording, model: nn.Module) -> None:

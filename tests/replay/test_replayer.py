@@ -72,7 +72,7 @@ class Real:
 
 
 def decode(folder: Path, recording: Recording, case: Case) -> Real:
-    model = streamed(folder, case.slots, eviction=case.eviction, mtp=True, ahead=False)
+    model = streamed(folder, case.slots, eviction=case.eviction, mtp=True)
     rounds: list[Round] = []
     for document in recording.documents:
         decoder = SpeculativeDecoder(

@@ -160,7 +160,8 @@ def test_a_streaming_model_prefers_what_its_slots_hold(folder: Path) -> None:
     biased = streamed.streaming.traffic()
     set_routing(streamed, Routing())
     assert mx.array_equal(decode(exact), decode(streamed))
-    assert 2 * biased.misses < (streamed.streaming.traffic().misses - biased.misses)
+    exactly = streamed.streaming.traffic() - biased
+    assert biased.misses + biased.ahead < 0.75 * (exactly.misses + exactly.ahead)
 
 
 def test_a_file_goes_over_the_slots(folder: Path, tmp_path: Path) -> None:

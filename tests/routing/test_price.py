@@ -122,12 +122,12 @@ def _of_the_mass_alone(logits: mx.array, ids: mx.array, top_k: int) -> mx.array:
     return mx.stack([_DISTANCE(logits, ids, top_k)[0], lost])
 
 
-_RECORD, _DISTANCE = Meter.record, price._distance
+_RECORD, _DISTANCE = Meter.record, price.distance
 
 
 @pytest.mark.parametrize(
     ("target", "name", "broken"),
-    [(Meter, "record", _every_pick), (price, "_distance", _of_the_mass_alone)],
+    [(Meter, "record", _every_pick), (price, "distance", _of_the_mass_alone)],
     ids=["a pick too many", "the plain router's own divergence forgotten"],
 )
 def test_the_definition_kills_the_mutant(
