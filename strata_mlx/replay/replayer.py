@@ -100,9 +100,9 @@ def replay(
 ) -> Replayed:
     """What SpeculativeDecoder would do with each document's prompt and ``max_tokens`` of N + 1, ``auto`` off.
 
-    The same arguments give the same result. Misses are exact where every committed
-    token goes through the head, as it does in rounds that draft; after more than CAUGHT_UP plain steps the head misses
-    tokens, which a recording cannot know: what it drafts is taken to be the same.
+    The same arguments give the same result. Misses are exact where every committed token goes through the head, as it
+    does in rounds that draft; after more than CAUGHT_UP plain steps the head misses tokens, which a recording cannot
+    know: what it drafts is taken to be the same.
 
     Args:
         recording, retention, costs: of which documents, by which policy, at what cost.
