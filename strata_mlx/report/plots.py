@@ -15,12 +15,13 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-INK, MUTED, LINE = "#010101", "#020202", "#030303"
+INK, MUTED, LINE, CARD = "#010101", "#020202", "#030303", "#040404"
 FIRST, SECOND, THIRD, FAINT = "#110000", "#001100", "#000011", "#111111"
 _VARIABLES = {
     INK: "--ink",
     MUTED: "--muted",
     LINE: "--line",
+    CARD: "--card",
     FIRST: "--first",
     SECOND: "--second",
     THIRD: "--third",
@@ -29,9 +30,8 @@ _VARIABLES = {
 _WIDTH = 4.6  # inches; at 72 units each, a phone shows the plot at about its own size
 _STYLE = {
     "svg.fonttype": "none",
-    "font.size": 9.5,
-    "axes.titlesize": 9.5,
-    "axes.edgecolor": LINE,
+    "font.size": 10,
+        "axes.edgecolor": LINE,
     "axes.labelcolor": MUTED,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -43,7 +43,7 @@ _STYLE = {
     "grid.color": LINE,
     "grid.linewidth": 0.6,
     "legend.frameon": False,
-    "legend.fontsize": 9,
+    "legend.fontsize": 9.5,
     "legend.labelcolor": INK,
     "lines.linewidth": 1.8,
     "lines.markersize": 4.5,
@@ -60,12 +60,13 @@ def speeds(rows: Sequence[dict[str, Any]]) -> str:
             color = {"plain": FAINT, "default": FAINT, "oracle": LINE}.get(row["kind"], FIRST)
             axes.barh(place, rate, color=color, height=0.62)
             axes.plot([low, high], [place, place], color=INK, lw=1.2, solid_capstyle="butt")
-            axes.text(max(high, rate), place, f"  {rate:.0f}", va="center", fontsize=9)
+            inside = CARD if color == FIRST else INK
+            axes.annotate(f"{rate:.0f}", (0, place), (5, -0.5), textcoords="offset points", va="center", color=inside)
         axes.axvline(plain, color=MUTED, lw=1, ls=(0, (4, 3)))
         axes.set_yticks(range(len(rows)), [row["kind"] for row in rows], color=INK)
         axes.invert_yaxis()
         axes.tick_params(axis="y", length=0)
-        axes.set_xlim(0, 1.12 * max(row["tokens_per_s_interval"][1] for row in rows))
+        axes.set_xlim(0, 1.04 * max(row["tokens_per_s_interval"][1] for row in rows))
         axes.set_xlabel("tokens per second")
         _grid(axes, "x")
         return _svg(figure, "speeds")
