@@ -91,7 +91,7 @@ def evaluate(
     for policy in policies:
         policy.check_top_k(layers[0].top_k)
     before = [block.routing for block in layers]
-    rows = []
+    rows: list[dict[str, Any]] = []
     try:
         with _Logits(sum(len(each.ids) for each in documents), text_args(model).vocab_size) as logits:
             for count in slots:
@@ -128,14 +128,14 @@ def _check(model: nn.Module, documents: Sequence[Tokens], slots: Sequence[int | 
 
 
 class _Logits:
-    """Log-probabilities of exact routing, ``[rows, vocabulary]`` float32, in a file without a name: they may be many."""
+    """Log-probabilities of exact routing, ``[rows, vocabulary]`` float32, in a nameless file: they may be many."""
 
     def __init__(self, rows: int, vocabulary: int):
         self._rows, self._vocabulary = rows, vocabulary
 
     def __enter__(self) -> NDArray[np.float32]:
         try:
-            self._file = tempfile.TemporaryFile()  # noqa: SIM115
+            self._file = tempfile.TemporaryFile()
             self._file.truncate(4 * self._rows * self._vocabulary)
             return np.memmap(self._file, np.float32, "r+", shape=(self._rows, self._vocabulary))
         except OSError as error:
@@ -242,7 +242,10 @@ def name_of(policy: RoutingPolicy) -> str:
         return "exact"
     values = json.loads(policy.to_json())
     kind = values.pop("kind")
-    return " ".join([kind, *(f"{k.removeprefix(f'{kind}_')} {v}" for k, v in values.items() if v != _DEFAULTS.get(k))])
+    own = values.pop(kind, None)
+    parts = [kind] if own is None else [kind, str(own)]
+    parts += [f"{name.removeprefix(f'{kind}_')} {value}" for name, value in values.items() if value != _DEFAULTS[name]]
+    return " ".join(parts)
 
 
 def _row(setting: Setting, run: Run, exact: Run) -> dict[str, Any]:

@@ -92,8 +92,8 @@ class Policy:
         found = fingerprint(model, head=False)
         if self.model is not None and dict(self.model) != found:
             raise InputError(
-                f"the policy is for another model ({self.model['name']}, {self.model['sha256'][:12]}), not for this one "
-                f"({found['name']}, {found['sha256'][:12]}): run 'strata_mlx tune' with this model"
+                f"the policy is for another model ({self.model['name']}, {self.model['sha256'][:12]}), not for this "
+                f"one ({found['name']}, {found['sha256'][:12]}): run 'strata_mlx tune' with this model"
             )
         here = measured_on(model)
         return [
@@ -130,7 +130,9 @@ class Policy:
         if values.pop("format", None) != FORMAT:
             raise InputError(f'policy: not a policy of strata_mlx, which says "format": "{FORMAT}"')
         if (found := values.pop("version", None)) != VERSION:
-            raise InputError(f"policy: has version {found!r}, this program reads {VERSION}: run 'strata_mlx tune' again")
+            raise InputError(
+                f"policy: has version {found!r}, this program reads {VERSION}: run 'strata_mlx tune' again"
+            )
         values = dict(known("policy", values, cls, _REQUIRED))
         values["retention"] = _retention(values["retention"])
         if values.get("routing") is not None:

@@ -94,7 +94,9 @@ def test_what_is_wrong_is_named_with_the_file(change: dict[str, Any], mention: s
         Policy.load(path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 10_000, '{"mtp": "on", "mtp": "off"}', "\0"], ids=lambda t: t[:9])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", "[" * 10_000, '{"mtp": "on", "mtp": "off"}', "\0"], ids=lambda t: t[:9]
+)
 def test_what_is_no_policy_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "policy.json"
     path.write_text(text)

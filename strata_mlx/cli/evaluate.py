@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--route-policy",
         action="append",
         metavar="POLICY",
-        help="a policy to price, as a JSON file or as JSON text; may be given several times. Without it, a usual choice",
+        help="a policy to price, as a JSON file or as JSON text; may be given several times; without it, a usual few",
     )
     add_memory(parser)
     parser.add_argument(
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=number(int, 1),
         nargs="+",
         metavar="N",
-        help="without --memory: as if each MoE layer held so many experts; by default a quarter of them. Nothing is read",
+        help="without --memory: as if each MoE layer held so many experts, by default a quarter; nothing is read",
     )
     parser.add_argument("--eviction", help="which expert makes room for another; by default as in generate")
     parser.add_argument("--json", action="store_true", help="print one JSON object, which tune --evaluation takes")
@@ -62,7 +62,7 @@ def add_data(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="PATH",
-        help="text files, folders of them, or .jsonl files with {\"prompt\": ...} lines; without it, the sources of "
+        help='text files, folders of them, or .jsonl files with {"prompt": ...} lines; without it, the sources of '
         "installed packages (mlx, mlx_lm, huggingface_hub)",
     )
 
@@ -138,7 +138,7 @@ def progress(what: str, total: int, unit: str, quiet: bool) -> Iterator[Callable
     from tqdm import tqdm
 
     with tqdm(total=total, desc=what, unit=unit, disable=True if quiet else None, leave=False) as bar:
-        yield lambda count=1: bar.update(count)
+        yield bar.update
 
 
 def describe(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
@@ -160,7 +160,9 @@ def describe(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
 def print_table(result: dict[str, Any]) -> None:
     rows = result["rows"]
     print(f"{rows[0]['documents']} documents, {rows[0]['tokens']:,} tokens predicted; intervals of 95 % over documents")
-    header = f"{'policy':34}{'perplexity':>12}{'price':>9}{'':19}{'agreement':>11}{'KL, nats':>10}{'misses':>9}{'saved':>8}"
+    header = (
+        f"{'policy':34}{'perplexity':>12}{'price':>9}{'':19}{'agreement':>11}{'KL, nats':>10}{'misses':>9}{'saved':>8}"
+    )
     last = object()
     for row in rows:
         if row["slots"] != last:
@@ -173,5 +175,7 @@ def print_table(result: dict[str, Any]) -> None:
             f"{row['name'][:33]:34}{row['perplexity']:12.3f}{row['price']:+9.2%} {between:18}{row['agreement']:11.1%}"
             f"{row['kl']:10.4f}{row['misses']:9.1%}{row['misses_saved']:8.1%}"
         )
-    print("\nprice: how much the perplexity rises. agreement: likeliest tokens that are those of exact routing. misses:")
+    print(
+        "\nprice: how much the perplexity rises. agreement: likeliest tokens that are those of exact routing. misses:"
+    )
     print("selected experts that were not in memory; saved: how many fewer than with exact routing.")

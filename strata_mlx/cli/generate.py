@@ -145,7 +145,9 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-mtp", dest="mtp", action="store_const", const="off", help="as --mtp off")
     parser.add_argument(
-        "--mtp-max-steps", type=number(int, 1, 8), help="drafts in a round; by default as --policy says, or 1 on the CPU, else 3"
+        "--mtp-max-steps",
+        type=number(int, 1, 8),
+        help="drafts in a round; by default as --policy says, or 1 on the CPU, else 3",
     )
     parser.add_argument(
         "--drafting",

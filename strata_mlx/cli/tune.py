@@ -130,7 +130,11 @@ def _read_evaluation(path: Path) -> dict[str, Any]:
         raise InputError(f"--evaluation {path}: not valid JSON ({error})") from error
     needed = {"name", "slots", "misses", "perplexity", "price", "price_interval", "agreement", "kl"}
     rows = value.get("rows") if isinstance(value, dict) else None
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) and needed <= row.keys() for row in rows):
+    if (
+        not isinstance(rows, list)
+        or not rows
+        or not all(isinstance(row, dict) and needed <= row.keys() for row in rows)
+    ):
         raise InputError(f"--evaluation {path}: not what 'strata_mlx evaluate --json' prints")
     assert isinstance(value, dict)
     return value
@@ -287,8 +291,8 @@ def recommendation(chosen: dict[str, Any], pays: bool) -> str:
         return "Nothing beats plain decoding here: do without drafts."
     return (
         f"Nothing beats plain decoding here: do without drafts. The best way to draft, the {chosen['kind']} policy, "
-        f"reaches {chosen['speedup']:.2f} times its speed ({low:.2f} to {high:.2f}) on documents that it was not chosen "
-        "on."
+        f"reaches {chosen['speedup']:.2f} times its speed ({low:.2f} to {high:.2f}) on documents that it was not "
+        "chosen on."
     )
 
 
@@ -319,6 +323,8 @@ def _write_report(path: Path, text: str) -> None:
 
 
 def _print(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    from ..report.page import BUSY
+
     print(
         f"{result['fit']['documents']} documents to choose on, {result['held_out']['documents']} to judge on, "
         f"{result['fit']['positions'] + result['held_out']['positions']:,} positions; {result['seconds']:.0f} s"
@@ -328,8 +334,11 @@ def _print(args: argparse.Namespace, result: dict[str, Any]) -> None:
         low, high = row["speedup_interval"]
         between = f"{low:.2f} to {high:.2f}"
         print(
-            f"{row['kind']:12}{row['tokens_per_s']:9.1f}{row['speedup']:9.2f}  {between:15}{row['tokens_per_round']:13.2f}"
-            f"  {row['policy']}"
+            f"{row['kind']:12}{row['tokens_per_s']:9.1f}{row['speedup']:9.2f}  {between:15}"
+            f"{row['tokens_per_round']:13.2f}  {row['policy']}"
         )
     print(f"\n{result['recommendation']}")
+    error = result["costs"]["error"]
+    if error is not None and error > BUSY:
+        print(f"The cost model is off by {error:.0%}: the machine was busy. Measure again when it is not.")
     print(f"Written: {args.output} (strata_mlx generate --policy {args.output}) and {args.report}.")

@@ -1,4 +1,4 @@
-"""Which way to decode is fastest: every kind of policy on a recording, chosen on one half of it and judged on the other.
+"""Which way to decode is fastest: every kind of policy on a recording, chosen on one half, judged on the other.
 
 The halves are of documents. Fixed policies of each kind come from a grid; the economic one is made of the fit half.
 The oracle knows the text: no policy can do better than it, at the costs that a round has on average.
@@ -354,10 +354,11 @@ def curves(costs: CostModel, streamed: bool) -> dict[str, Any]:
     """What rounds cost, in milliseconds, ready for JSON."""
     found = costs.streamed if streamed else costs.resident
     assert found is not None
+    error = (costs.error or {}).get("streamed" if streamed else "resident")
     return {
         "plain": 1e3 * found.plain,
         "verify": [1e3 * seconds for seconds in found.verify],
         "draft": [1e3 * seconds for seconds in found.draft],
         "miss": 1e3 * found.miss,
-        "error": (costs.error or {}).get("streamed" if streamed else "resident"),
+        "error": None if error is None or np.isnan(error) else error,
     }

@@ -1,4 +1,4 @@
-"""Turns the results of ``strata_mlx tune`` into a page. Everything that is shown is in the results, and nothing else."""
+"""Turns the results of ``strata_mlx tune`` into a page, which shows what is in them and nothing else."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from . import plots
 
+BUSY = 0.1  # error of the cost model above which its measurement was disturbed
 _KINDS = {
     "plain": "no drafts",
     "flat": "each draft's confidence must reach one floor",
@@ -52,6 +53,7 @@ def page(result: dict[str, Any]) -> str:
         prices=prices,
         split=plots.split,
         machine=result["measured_on"],
+        busy=(result["costs"]["error"] or 0.0) > BUSY,
     )
 
 
@@ -81,8 +83,8 @@ def _alt(result: dict[str, Any], rows: list[dict[str, Any]], prices: list[dict[s
     )
     return {
         "speeds": f"Bars: tokens per second by policy. {speeds}.",
-        "reliability": "Lines: share of drafts accepted, by predicted probability. On average the head's own confidence "
-        f"is off by {together['ece_raw']:.3f}, the calibrated one by {together['ece_fitted']:.3f}.",
+        "reliability": "Lines: share of drafts accepted, by predicted probability. On average the head's own "
+        f"confidence is off by {together['ece_raw']:.3f}, the calibrated one by {together['ece_fitted']:.3f}.",
         "acceptance": f"Share of drafts accepted by place in the chain, once those before were: {accepted}.",
         "costs": f"Lines: a window of one row takes {costs['verify'][0]:.1f} ms, of {len(costs['verify'])} rows "
         f"{costs['verify'][-1]:.1f} ms; one draft {costs['draft'][0]:.1f} ms, {len(costs['draft'])} drafts "

@@ -31,7 +31,7 @@ _WIDTH = 4.6  # inches; at 72 units each, a phone shows the plot at about its ow
 _STYLE = {
     "svg.fonttype": "none",
     "font.size": 10,
-        "axes.edgecolor": LINE,
+    "axes.edgecolor": LINE,
     "axes.labelcolor": MUTED,
     "axes.spines.top": False,
     "axes.spines.right": False,

@@ -30,7 +30,9 @@ def saved(policy: Policy, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "policy", [Policy(ECONOMIC, "on", 2), Policy(RetentionPolicy(0.01), "on", 4, "stepwise"), Policy(mtp="off")], ids=str
+    "policy",
+    [Policy(ECONOMIC, "on", 2), Policy(RetentionPolicy(0.01), "on", 4, "stepwise"), Policy(mtp="off")],
+    ids=str,
 )
 def test_the_text_is_the_same_by_any_policy(run: Run, tiny: Path, tmp_path: Path, policy: Policy) -> None:
     made = generated(run, tiny, "--policy", saved(policy, tmp_path))

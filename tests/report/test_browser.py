@@ -16,8 +16,10 @@ from tests.report.results import results
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--enable-logging=stderr", "--virtual-time-budget=10000", "--dump-dom",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--enable-logging=stderr",
+    "--virtual-time-budget=10000", "--dump-dom",
 )  # fmt: skip
 WIDTHS = (1280, 390)
 # A window may not become as narrow as a phone; a frame does.
@@ -26,9 +28,11 @@ addEventListener("load", () => {{
   const measured = [...document.querySelectorAll("iframe")].map(frame => {{
     const page = frame.contentDocument.documentElement, width = page.clientWidth;
     const wide = [...page.querySelectorAll("body *")].filter(element => !element.closest(".table *, .unseen"))
-      .filter(element => element.getBoundingClientRect().right > width + 0.5).map(element => element.outerHTML.slice(0, 80));
+      .filter(element => element.getBoundingClientRect().right > width + 0.5)
+      .map(element => element.outerHTML.slice(0, 80));
     const plots = [...page.querySelectorAll(".plot svg")].map(plot => plot.getBoundingClientRect());
-    return {{width, scroll: page.scrollWidth, wide, plots: plots.filter(box => box.width > 200 && box.height > 80).length}};
+    const shown = plots.filter(box => box.width > 200 && box.height > 80).length;
+    return {{width, scroll: page.scrollWidth, wide, plots: shown}};
   }});
   document.querySelector("#measured").textContent = JSON.stringify(measured);
 }});
@@ -41,7 +45,8 @@ def test_it_fits_a_desktop_and_a_phone_without_errors(tmp_path: Path, dark: bool
     assert BROWSER is not None
     text = page(results(streams=True, evaluation=True))
     frames = "".join(
-        f'<iframe style="width: {width}px; height: 900px; border: 0" srcdoc="{escape(text)}"></iframe>' for width in WIDTHS
+        f'<iframe style="width: {width}px; height: 900px; border: 0" srcdoc="{escape(text)}"></iframe>'
+        for width in WIDTHS
     )
     file = tmp_path / "frames.html"
     file.write_text(FRAMES.format(frames=frames))
