@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .engine import GenerationResponse, generate, stream_generate
     from .loading import load
     from .models.moe import set_routing
+    from .policy import Policy
     from .routing import Residency, Routing, RoutingPolicy
     from .speculation.decoder import SpeculativeDecoder
     from .speculation.retention import RetentionPolicy
@@ -26,6 +27,7 @@ __all__ = [
     "GenerationResponse",
     "InputError",
     "ModelNotFoundError",
+    "Policy",
     "Residency",
     "RetentionPolicy",
     "Routing",
@@ -43,6 +45,7 @@ __getattr__ = lazy(
     __name__,
     {
         "GenerationResponse": "engine",
+        "Policy": "policy",
         "Residency": "routing",
         "RetentionPolicy": "speculation.retention",
         "Routing": "routing",

@@ -32,7 +32,7 @@ from .prefill import (
 )
 from .speculation.decoder import SpeculativeDecoder, Token
 from .speculation.record import Round, Summary
-from .speculation.retention import RetentionPolicy
+from .speculation.retention import Retention
 from .speculation.sampling import LogitsProcessor, Sampler
 from .speculation.window import check_rollback
 
@@ -142,7 +142,7 @@ def stream_generate(
     max_tokens: int = 256,
     *,
     mtp: bool | str = "auto",
-    retention: RetentionPolicy | None = None,
+    retention: Retention | None = None,
     max_steps: int | None = None,
     drafting: str = "chained",
     on_round: Callable[[Round], object] | None = None,

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from strata_mlx.routing import RoutingPolicy
+from strata_mlx.speculation.calibration import Calibration, Curve
+from strata_mlx.speculation.economic import EconomicPolicy
 from strata_mlx.speculation.retention import RetentionPolicy
 
 # Logits are multiples of this. It is no difference of round bonuses, so that scores which are not equal by
@@ -174,3 +176,31 @@ def retention_policies(draw: st.DrawFn) -> RetentionPolicy:
     """Neither gate, either, or both."""
     schedule = draw(st.none() | schedules)
     return RetentionPolicy(draw(likelihoods), schedule, draw(st.just(0.0) | likelihoods.map(lambda p: p**2)))
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> Curve:
+    """Logistic or with knots."""
+    slopes = st.sampled_from([0.0, 1.0]) | st.floats(0, 20)
+    knots = sorted(draw(st.sets(st.floats(-30, 30), max_size=6)))
+    values = sorted(draw(st.lists(likelihoods, min_size=len(knots), max_size=len(knots))))
+    return Curve(draw(st.floats(-50, 50)), draw(slopes), draw(slopes), tuple(knots), tuple(values))
+
+
+def calibrations() -> st.SearchStrategy[Calibration]:
+    return st.lists(curves(), min_size=1, max_size=8).map(tuple).map(Calibration)
+
+
+@st.composite
+def economic_policies(draw: st.DrawFn, most: int = 4) -> EconomicPolicy:
+    """Any costs, and a few chains."""
+    n = draw(st.integers(1, most))
+    seconds = st.floats(2**-6, 8)
+    chains = st.lists(likelihoods, min_size=n, max_size=n).map(tuple)
+    return EconomicPolicy(
+        draw(calibrations()),
+        draw(seconds),
+        tuple(draw(st.lists(st.just(0.0) | st.floats(0, 4), min_size=n, max_size=n))),
+        tuple(draw(st.lists(seconds, min_size=n + 1, max_size=n + 1))),
+        tuple(draw(st.lists(chains, min_size=1, max_size=3))),
+    )

@@ -23,6 +23,8 @@ COMMANDS = {
     "generate": "write text from a prompt",
     "convert": "convert a Hugging Face checkpoint to the MLX layout, and quantise it",
     "inspect": "show what a checkpoint holds and what memory it needs",
+    "tune": "measure what speculation pays on this machine, and write a policy and a report",
+    "evaluate": "say what biased routing costs in quality and saves in reads",
     "cache_prompt": "save the state after a prompt, for generate --prompt-cache-file",
 }
 
@@ -56,6 +58,14 @@ def run_convert() -> NoReturn:
 
 def run_inspect() -> NoReturn:
     _run("inspect", sys.argv[1:], "strata_mlx.inspect")
+
+
+def run_tune() -> NoReturn:
+    _run("tune", sys.argv[1:], "strata_mlx.tune")
+
+
+def run_evaluate() -> NoReturn:
+    _run("evaluate", sys.argv[1:], "strata_mlx.evaluate")
 
 
 def run_cache_prompt() -> NoReturn:

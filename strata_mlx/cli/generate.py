@@ -9,10 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
+from ..policy import Policy
 from ..routing import RoutingPolicy
 from ..speculation.retention import RetentionPolicy
 from ..trace import TraceWriter
@@ -137,31 +140,37 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=("on", "off", "auto"),
         const="on",
-        default="auto",
-        help="draft with the model's MTP head: in every round (no value needed), never, or as long as it pays by the "
-        "clock, which is off where --seed must repeat a sampled text",
+        help="draft with the model's MTP head: in every round (no value needed), never, or (auto) as long as it pays "
+        "by the clock, which is off where --seed must repeat a sampled text; by default as --policy says, or auto",
     )
     parser.add_argument("--no-mtp", dest="mtp", action="store_const", const="off", help="as --mtp off")
     parser.add_argument(
-        "--mtp-max-steps", type=number(int, 1, 8), help="drafts in a round; by default 1 on the CPU, else 3"
+        "--mtp-max-steps",
+        type=number(int, 1, 8),
+        help="drafts in a round; by default as --policy says, or 1 on the CPU, else 3",
     )
     parser.add_argument(
         "--drafting",
         choices=("chained", "stepwise"),
-        default="chained",
-        help="make all drafts in one evaluation, or each in its own, to stop where the floors below do",
+        help="make all drafts in one evaluation, or each in its own, to stop where the floors below do; by default as "
+        "--policy says, or chained",
+    )
+    parser.add_argument(
+        "--policy",
+        type=Path,
+        metavar="FILE",
+        help="speculate and route as a file from 'strata_mlx tune' says; options that are given go before it",
     )
     RetentionPolicy.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     template_config = _template_config(args.chat_template_config)
-    retention, mtp = RetentionPolicy.from_args(args), _mtp(args)
+    policy = _policy(args)
     text = read_prompt(args.prompt.replace("\\n", "\n").replace("\\t", "\t"))
-    policy = RoutingPolicy.from_args(args)
     trace = TraceWriter(args.trace) if args.trace else None
     try:
-        return _generate(args, template_config, retention, mtp, text, policy, trace)
+        return _generate(args, template_config, policy, text, trace)
     finally:
         if trace:
             trace.close()
@@ -170,10 +179,8 @@ def run(args: argparse.Namespace) -> int:
 def _generate(
     args: argparse.Namespace,
     template_config: dict[str, Any],
-    retention: RetentionPolicy,
-    mtp: bool | str,
+    policy: Policy,
     text: str,
-    policy: RoutingPolicy,
     trace: TraceWriter | None,
 ) -> int:
     import mlx.core as mx
@@ -206,10 +213,12 @@ def _generate(
         revision=args.revision,
         dtype=args.dtype,
         adapter_path=args.adapter_path,
-        mtp=mtp,
+        mtp=policy.options()["mtp"],
         **loading_options(args, context),
     )
-    routing = make_routing(model, policy, args.residency)
+    if args.policy is not None:
+        _check_policy(args.policy, policy, model)
+    routing = make_routing(model, policy.routing or RoutingPolicy(), args.residency)
     set_routing(model, routing)
     for token in args.extra_eos_token:
         _add_eos(tokenizer, token)
@@ -219,16 +228,13 @@ def _generate(
         cache = saved
     prompt = _encode(tokenizer, text, args, template_config)
     if args.verbose and not args.json:
-        print(f"{_describe(args, model)}\nRouting: {routing}\n{'=' * 10}", flush=True)
+        print(f"{_describe(args, policy, model)}\nRouting: {routing}\n{'=' * 10}", flush=True)
     responses = stream_generate(
         model,
         tokenizer,
         prompt,
         max_tokens=args.max_tokens,
-        mtp=mtp,
-        retention=retention,
-        max_steps=args.mtp_max_steps,
-        drafting=args.drafting,
+        **policy.options(),
         sampler=_sampler(args, tokenizer, model),
         prompt_cache=cache,
         prefill_step_size=args.prefill_step_size,
@@ -239,7 +245,7 @@ def _generate(
         on_round=trace.round if trace else None,
     )
     if trace:
-        trace.begin(model, {**_traced_options(args), "retention": str(retention), "routing": routing.to_dict()})
+        trace.begin(model, {**_traced_options(args), "retention": str(policy.retention), "routing": routing.to_dict()})
         responses = trace.follow(responses)
     started()
     try:
@@ -251,7 +257,8 @@ def _generate(
 def _traced_options(args: argparse.Namespace) -> dict[str, Any]:
     """Those that say how a text is made, for the header of its trace."""
     names = ("model", "max_tokens", "mtp", "mtp_max_steps", "drafting", "temp", "top_p", "min_p", "top_k", "seed")
-    return {name: getattr(args, name) for name in (*names, "memory", "eviction")}
+    options = {name: getattr(args, name) for name in (*names, "memory", "eviction")}
+    return {**options, "policy": None if args.policy is None else str(args.policy)}
 
 
 def _print(responses: Any, args: argparse.Namespace, routing: Routing, model: Any) -> int:
@@ -299,20 +306,67 @@ def _record(text: str, last: GenerationResponse | None, interrupted: bool) -> di
     }
 
 
-def _mtp(args: argparse.Namespace) -> bool | str:
-    """As stream_generate() takes it."""
-    if args.mtp == "auto" and (args.max_kv_size or args.kv_bits or (args.seed is not None and args.temp > 0)):
-        return False
-    return {"on": True, "off": False}.get(args.mtp, "auto")
+_RETENTION = ("spec_min_p", "spec_min_p_schedule", "spec_min_cum_p")
+_ROUTING = ("moce_bonus", "r1_bonus", "protect", "draft_moce", "route_policy")
 
 
-def _describe(args: argparse.Namespace, model: Any) -> str:
+def _policy(args: argparse.Namespace) -> Policy:
+    """What --policy says, or what is usual, with the options that are given in its place.
+
+    args.mtp, args.mtp_max_steps and args.drafting are then what they come to.
+    """
+    policy = Policy() if args.policy is None else _load_policy(args.policy)
+    if args.policy is None or _given(args, _RETENTION):
+        policy = replace(policy, retention=RetentionPolicy.from_args(args))
+    if policy.routing is None or _given(args, _ROUTING):
+        policy = replace(policy, routing=RoutingPolicy.from_args(args))
+    args.mtp_max_steps = args.mtp_max_steps or policy.max_steps
+    args.drafting = args.drafting or policy.drafting
+    policy = replace(policy, max_steps=args.mtp_max_steps, drafting=args.drafting)
+    if args.mtp not in (None, "auto"):
+        return replace(policy, mtp=args.mtp)
+    policy = replace(policy, mtp=args.mtp or policy.mtp)
+    repeats = args.seed is not None and args.temp > 0
+    if args.max_kv_size or args.kv_bits or (repeats and policy.by_the_clock):
+        policy = replace(policy, mtp="off")
+    args.mtp = policy.mtp
+    return policy
+
+
+def _load_policy(file: Path) -> Policy:
+    try:
+        return Policy.load(file)
+    except InputError as error:
+        raise InputError(f"--policy {error}") from None
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> bool:
+    return any(getattr(args, name) is not None for name in names)
+
+
+def _check_policy(file: Path, policy: Policy, model: Any) -> None:
+    """Raise InputError where the policy is for another model; say where it is only for another machine."""
+    try:
+        differences = policy.check_model(model)
+    except InputError as error:
+        raise InputError(f"--policy {file}: {error}") from None
+    if differences and sys.stderr:
+        print(
+            f"warning: --policy {file} was measured elsewhere ({'; '.join(differences)}): it may not be the fastest "
+            "here, and 'strata_mlx tune' finds out",
+            file=sys.stderr,
+        )
+
+
+def _describe(args: argparse.Namespace, policy: Policy, model: Any) -> str:
     import mlx.core as mx
 
     from ..device import compute_dtype_of
 
     name, device = args.model or "the embedded model", mx.default_device().type.name
     line = f"Model: {name} ({model.model_type}), computing in {compute_dtype_of(model)} on the {device}"
+    if args.policy is not None:
+        line += f"\nPolicy: {args.policy}: {policy}"
     return f"{line}\n{describe_memory(model.fit, args)}" if model.fit else line
 
 

@@ -158,13 +158,13 @@ class Recording:
         return cls(header, tuple(documents))
 
 
-def fingerprint(model: nn.Module) -> dict[str, str]:
+def fingerprint(model: nn.Module, head: bool = True) -> dict[str, str]:
     """What tells a model from others, whatever it computes in: its family, and a digest of its configuration and of
-    some of its weights.
+    some of its weights. head: whether those of an MTP head that was loaded count.
     """
     config = {name: repr(value) for name, value in sorted(vars(text_args(model)).items())}
     digest = hashlib.sha256(json.dumps(config).encode())
-    for norm in (Trunk(model).norm, *([model.mtp.norm] if "mtp" in model else [])):
+    for norm in (Trunk(model).norm, *([model.mtp.norm] if head and "mtp" in model else [])):
         digest.update(np.array(norm.weight.astype(mx.float32)).tobytes())
     return {"name": str(model.model_type), "sha256": digest.hexdigest()}
 

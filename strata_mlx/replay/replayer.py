@@ -185,7 +185,7 @@ class _Text:
         drafts is chosen before the latest round is learned from.
         """
         document, clock = self._document, self._clock
-        left, position, first = document.positions + 1, -1, True
+        left, position = document.positions + 1, -1
         made: list[float] = []
         retained, ahead, draft_seconds, replayed = 0, False, 0.0, False
         drafting = self._nothing_of_head
@@ -201,12 +201,11 @@ class _Text:
             if left and not follows and controller.depth(steps):
                 depth = controller.depth(min(steps, left - 1))
             latest = Round(tuple(made), retained, accepted, committed, draft_seconds, verify_seconds, clock.commit)
-            if not first:
-                controller.learn(latest)
+            controller.learn(latest)
             yield latest, np.concatenate([window[1], drafting[1]])
             if not left:
                 return
-            replayed, ahead, first = committed < 1 + retained, follows, False
+            replayed, ahead = committed < 1 + retained, follows
             position += committed
             made, retained, draft_seconds, drafting = [], 0, 0.0, self._nothing_of_head
             if depth is not None:

@@ -10,7 +10,7 @@ import json
 import math
 import reprlib
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from itertools import pairwise
@@ -90,9 +90,7 @@ class Calibration:
     curves: tuple[Curve, ...]
 
     def __post_init__(self) -> None:
-        if isinstance(self.curves, str | bytes | dict) or not isinstance(self.curves, Iterable):
-            raise InputError(f"calibration: curves is {reprlib.repr(self.curves)}, expected a list")
-        object.__setattr__(self, "curves", tuple(_curve(curve) for curve in self.curves))
+        object.__setattr__(self, "curves", tuple(_curve(curve) for curve in items("calibration: curves", self.curves)))
         if not 1 <= len(self.curves) <= MAX_POSITIONS:
             raise InputError(f"calibration: {len(self.curves)} curves, expected 1 to {MAX_POSITIONS}")
 
@@ -115,9 +113,13 @@ class Calibration:
             before *= p
         return result
 
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return asdict(self)
+
     def to_json(self) -> str:
         """As one JSON object."""
-        return json.dumps(asdict(self), allow_nan=False)
+        return json.dumps(self.to_dict(), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Calibration:
@@ -162,11 +164,16 @@ def known(what: str, values: object, cls: type, required: Sequence[str] = ()) ->
     return values
 
 
+def items(what: str, values: object) -> list[Any]:
+    """What is in the list, tuple or array ``values``. Raises InputError that begins with ``what``."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise InputError(f"{what} is {reprlib.repr(values)}, expected a list")
+    return list(values)
+
+
 def numbers(what: str, values: object) -> tuple[float, ...]:
     """``values`` as finite floats. Raises InputError that begins with ``what``."""
-    if isinstance(values, str | bytes | dict) or not isinstance(values, Iterable):
-        raise InputError(f"{what} is {reprlib.repr(values)}, expected a list of numbers")
-    return tuple(number(f"{what}[{i}]", value) for i, value in enumerate(values))
+    return tuple(number(f"{what}[{i}]", value) for i, value in enumerate(items(what, values)))
 
 
 def number(what: str, value: object) -> float:

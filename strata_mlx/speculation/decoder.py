@@ -324,8 +324,7 @@ class SpeculativeDecoder:
             self._pacer.step(record.seconds)
         elif self.rounds:
             self._pacer.change(record.seconds)
-        if self.rounds:  # the first one starts cold
-            self._retention.learn(record)
+        self._retention.learn(record)
         self.rounds.append(record)
         self._summary.add(record)
         if self._on_round:

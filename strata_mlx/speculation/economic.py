@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, SupportsFloat
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError
-from .calibration import Calibration, known, number, numbers, read_json
+from .calibration import MAX_POSITIONS, Calibration, items, known, number, numbers, read_json
 from .economics import best_k, best_rate, expected_tokens
 from .pacing import Pacer
 from .record import Round
@@ -26,22 +25,22 @@ KIND = "economic"
 _CHAINS = 32  # latest ones, by which the number of drafts is chosen
 _HALF_LIFE = 64.0  # rounds after which a measurement counts half
 _TRUST = 32.0  # rounds that the measurements made beforehand count as
-_DOUBT = 8.0  # the more, the longer until the calibration is corrected: a variance of accepted drafts
-_MOST_SHIFT = 2.0  # of the calibration's log-odds
-_MARGIN = 0.01  # tokens by which another number of drafts must be better, so that it does not change at every round
+_SPREAD = 0.5  # expected variance, from text to text, of what the log-odds of acceptance are off by
+_MARGIN = 0.03  # tokens by which another number of drafts must be better, so that it does not change at every round
 
 
 @dataclass(frozen=True)
 class EconomicPolicy:
     """What retention needs to know about model, machine and storage.
 
+    Seconds are those of a machine with its storage: reading the experts that a row needs and that are not in memory is
+    part of them.
+
     Args:
         calibration: the probability that a draft is accepted, by its confidence.
-        plain_seconds: of a plain step, all experts resident.
+        plain_seconds: of a plain step.
         draft_seconds: of making 1, 2, ... n drafts, n from 1 to 8.
-        verify_seconds: of windows of 1, 2, ... n + 1 rows, all experts resident.
-        draft_misses, verify_misses: experts that these read, on average; none where nothing is given.
-        miss_seconds: of each.
+        verify_seconds: of windows of 1, 2, ... n + 1 rows.
         chains: confidences of typical chains, n each, by which to choose how many drafts to make until there are
             chains of the text.
 
@@ -53,34 +52,27 @@ class EconomicPolicy:
     plain_seconds: float
     draft_seconds: tuple[float, ...]
     verify_seconds: tuple[float, ...]
-    draft_misses: tuple[float, ...] = ()
-    verify_misses: tuple[float, ...] = ()
-    miss_seconds: float = 0.0
-    chains: tuple[tuple[float, ...], ...] = ()
+    chains: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
-        for name in ("plain_seconds", "miss_seconds"):
-            object.__setattr__(self, name, number(f"economic policy: {name}", getattr(self, name)))
-        for name in ("draft_seconds", "verify_seconds", "draft_misses", "verify_misses"):
+        object.__setattr__(self, "plain_seconds", number("economic policy: plain_seconds", self.plain_seconds))
+        for name in ("draft_seconds", "verify_seconds"):
             object.__setattr__(self, name, numbers(f"economic policy: {name}", getattr(self, name)))
         if not isinstance(self.calibration, Calibration):
             raise InputError("economic policy: calibration must be a Calibration")
-        chains = tuple(numbers(f"economic policy: chains[{i}]", chain) for i, chain in enumerate(self.chains))
+        rows = items("economic policy: chains", self.chains)
+        chains = tuple(numbers(f"economic policy: chains[{i}]", chain) for i, chain in enumerate(rows))
         object.__setattr__(self, "chains", chains)
         n = self.steps
-        if not 1 <= n <= 8 or len(self.verify_seconds) != n + 1:
+        if not 1 <= n <= MAX_POSITIONS or len(self.verify_seconds) != n + 1:
             raise InputError(
-                f"economic policy: {n} draft_seconds and {len(self.verify_seconds)} verify_seconds; expected 1 to 8 of "
-                "the first, and one more of the second"
+                f"economic policy: {n} draft_seconds and {len(self.verify_seconds)} verify_seconds; expected 1 to "
+                f"{MAX_POSITIONS} of the first, and one more of the second"
             )
-        if len(self.draft_misses) not in (0, n) or len(self.verify_misses) not in (0, n + 1):
-            raise InputError("economic policy: draft_misses and verify_misses must be as many as the seconds, or none")
-        if any(len(chain) != n or not all(0 <= p <= 1 for p in chain) for chain in chains):
-            raise InputError(f"economic policy: chains must be of {n} confidences from 0 to 1")
-        if min(self.plain_seconds, *self.verify_seconds) <= 0:
-            raise InputError("economic policy: plain_seconds and verify_seconds must be positive")
-        if min(*self.draft_seconds, *self.draft_misses, *self.verify_misses, self.miss_seconds, 0) < 0:
-            raise InputError("economic policy: draft_seconds, misses and miss_seconds must not be negative")
+        if not chains or any(len(chain) != n or not all(0 <= p <= 1 for p in chain) for chain in chains):
+            raise InputError(f"economic policy: chains must be at least one, of {n} confidences from 0 to 1")
+        if min(self.plain_seconds, *self.verify_seconds) <= 0 or min(self.draft_seconds) < 0:
+            raise InputError("economic policy: seconds must be positive, and those of drafts not negative")
 
     @property
     def steps(self) -> int:
@@ -88,31 +80,16 @@ class EconomicPolicy:
         return len(self.draft_seconds)
 
     @property
-    def verify_costs(self) -> NDArray[np.float64]:
-        """Expected seconds of windows of 1, 2, ... rows, ``[n + 1]``."""
-        return np.add(self.verify_seconds, np.multiply(self.verify_misses or 0.0, self.miss_seconds))
-
-    @property
-    def draft_costs(self) -> NDArray[np.float64]:
-        """Expected seconds of making 0, 1, ... drafts, ``[n + 1]``."""
-        return np.append(0.0, np.add(self.draft_seconds, np.multiply(self.draft_misses or 0.0, self.miss_seconds)))
-
-    @property
-    def plain_cost(self) -> float:
-        """Expected seconds of a plain step."""
-        return self.plain_seconds + (self.verify_misses[0] * self.miss_seconds if self.verify_misses else 0.0)
-
-    @property
     def chances(self) -> NDArray[np.float64]:
         """Of the drafts of the typical chains to be accepted, each once those before were, ``[chains, n]``."""
-        return np.array([self.calibration.acceptances(chain) for chain in self.chains or [(0.5,) * self.steps]])
+        return np.array([self.calibration.acceptances(chain) for chain in self.chains])
 
     @property
     def rate(self) -> float:
         """Tokens per second, the most that any number of drafts promises for the typical chains."""
-        chances, verify, draft = self.chances, self.verify_costs, self.draft_costs
-        rates = [best_rate(chances[:, :n], verify[: n + 1], draft[n]) for n in range(1, self.steps + 1)]
-        return max(1 / self.plain_cost, *rates)
+        chances, verify = self.chances, self.verify_seconds
+        rates = [best_rate(chances[:, : n + 1], verify[: n + 2], made) for n, made in enumerate(self.draft_seconds)]
+        return max(1 / self.plain_seconds, *rates)
 
     def start(self) -> EconomicController:
         """What follows one text."""
@@ -128,15 +105,12 @@ class EconomicPolicy:
         values: dict[str, Any] = read_json("economic policy", text)
         if (kind := values.pop("kind", None)) != KIND:
             raise InputError(f"economic policy: kind is {kind!r}, expected {KIND!r}")
-        required = ("calibration", "plain_seconds", "draft_seconds", "verify_seconds")
+        required = ("calibration", "plain_seconds", "draft_seconds", "verify_seconds", "chains")
         known("economic policy", values, cls, required)
-        chains = values.get("chains", ())
-        if not isinstance(chains, list | tuple):
-            raise InputError("economic policy: chains must be a list")
         return cls(**{**values, "calibration": Calibration.from_dict(values["calibration"])})
 
     def __str__(self) -> str:
-        return f"economic, {self.steps} drafts at most, from {self.rate:.1f} tokens per second"
+        return f"economic, up to {self.steps} drafts, {self.rate:.1f} tokens per second expected"
 
 
 class EconomicController:
@@ -148,14 +122,14 @@ class EconomicController:
     """
 
     def __init__(self, policy: EconomicPolicy):
-        self._policy = policy
-        self._verify, self._draft, self._plain = policy.verify_costs, policy.draft_costs, policy.plain_cost
+        self._policy, self._begun = policy, False
+        self._verify, self._draft = np.array(policy.verify_seconds), np.array([0.0, *policy.draft_seconds])
+        self._plain = policy.plain_seconds
         self._pacer = Pacer(plain=self._plain)
         self._keep = 2 ** (-1 / _HALF_LIFE)
-        round_cost = policy.plain_cost
-        self._tokens, self._seconds = _TRUST * round_cost * policy.rate, _TRUST * round_cost
-        self._expected = self._measured = _TRUST * round_cost
-        self._surplus, self._variance = 0.0, _DOUBT
+        self._seconds = self._expected = self._measured = _TRUST * self._plain
+        self._tokens = self._seconds * policy.rate
+        self._shift, self._doubt = 0.0, _SPREAD
         chances = policy.chances
         self._typical = chances.mean(axis=0)  # [n]
         self._chains: deque[NDArray[np.float64]] = deque(chances[-_CHAINS:], _CHAINS)
@@ -175,7 +149,7 @@ class EconomicController:
     @property
     def shift(self) -> float:
         """Of the log-odds of acceptance, from what the calibration says."""
-        return float(np.clip(self._surplus / self._variance, -_MOST_SHIFT, _MOST_SHIFT))
+        return self._shift
 
     def depth(self, most: int) -> int:
         """How many drafts, up to ``most``, the next round should make; 0 is a plain step."""
@@ -198,7 +172,10 @@ class EconomicController:
         return EconomicGate(self._policy.calibration, self.shift, self.rate, *costs, self._typical, path)
 
     def learn(self, latest: Round) -> None:
-        """Take note of a round, or of a plain step."""
+        """Take note of a round, or of a plain step. The first one of a text starts cold, and counts for nothing."""
+        if not self._begun:
+            self._begun = True
+            return
         policy, made = self._policy, len(latest.confidences)
         drafts, rows = min(made, policy.steps), min(latest.rows, policy.steps + 1)
         expected = self._draft[drafts] + self._verify[rows - 1] if made else self._plain
@@ -206,6 +183,7 @@ class EconomicController:
         self._seconds = self._seconds * self._keep + latest.seconds
         self._measured = self._measured * self._keep + latest.seconds
         self._expected = self._expected * self._keep + expected
+        self._doubt = self._keep**2 * self._doubt + (1 - self._keep**2) * _SPREAD
         if made:
             self._pacer.round(latest.seconds, latest.committed)
             self._compare(latest)
@@ -217,12 +195,17 @@ class EconomicController:
             self._depth = best
 
     def _compare(self, latest: Round) -> None:
-        """Of the drafts whose outcome is known: how many were accepted, against how many should have been."""
-        chance = np.array(self._policy.calibration.acceptances(latest.confidences[: self._policy.steps]))
-        tried = chance[: min(latest.accepted + 1, latest.retained)]
-        self._surplus = self._surplus * self._keep + min(latest.accepted, len(tried)) - tried.sum()
-        self._variance = (self._variance - _DOUBT) * self._keep + (tried * (1 - tried)).sum() + _DOUBT
-        self._chains.append(np.append(chance, self._typical[len(chance) :]))
+        """Correct the calibration by the drafts whose outcome is known, and remember the chain.
+
+        That is a Kalman filter for the shift, which drifts back to 0 while there is nothing to learn from it.
+        """
+        chances = np.array(self._policy.calibration.acceptances(latest.confidences[: self._policy.steps]))
+        self._shift *= self._keep
+        for position, chance in enumerate(chances[: min(latest.accepted + 1, latest.retained)]):
+            expected = float(shifted(chance, self._shift))
+            self._doubt /= 1 + self._doubt * expected * (1 - expected)
+            self._shift += self._doubt * ((position < latest.accepted) - expected)
+        self._chains.append(np.append(chances, self._typical[len(chances) :]))
 
     def _depths(self) -> NDArray[np.float64]:
         """What a round of 0, 1, ... drafts is worth, in tokens more than its time could earn, ``[n + 1]``."""
@@ -271,7 +254,7 @@ class EconomicGate:
             self.open = False
             return False
         chance = self._calibration.acceptance(place, value, self._before)
-        self._chances.append(float(shifted(np.array([chance]), self._shift)[0]))
+        self._chances.append(float(shifted(chance, self._shift)))
         self._before *= value
         if self._stepwise:
             self.open = self._goes_on()
@@ -284,7 +267,7 @@ class EconomicGate:
         return int(best_k(likely, self._verify, made, rate=self._rate)) > n
 
 
-def shifted(chances: NDArray[np.float64], shift: float) -> NDArray[np.float64]:
+def shifted(chances: ArrayLike, shift: float) -> NDArray[np.float64]:
     """Probabilities with ``shift`` added to their log-odds."""
-    odds = np.exp(shift)
+    chances, odds = np.asarray(chances, np.float64), np.exp(shift)
     return np.asarray(chances * odds / (1 - chances + chances * odds))

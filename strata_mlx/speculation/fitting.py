@@ -34,7 +34,7 @@ class Trials(NamedTuple):
     accepted: NDArray[np.bool_]
 
     def where(self, mask: NDArray[np.bool_]) -> Trials:
-        return Trials(*(array[mask] for array in self))
+        return Trials(self.document[mask], self.position[mask], self.p[mask], self.before[mask], self.accepted[mask])
 
     def predicted(self, calibration: Calibration) -> Floats:
         """What ``calibration`` says of each."""
@@ -123,7 +123,7 @@ def _logistic(data: Trials) -> tuple[Curve, ...]:
     bounds = [(None, None), (0, None), (0, None)] * (positions + 1)
     start = np.tile([0.0, 1.0, 0.0], positions + 1)
     solution = minimize(loss, start, jac=True, bounds=bounds, method="L-BFGS-B", options={"maxiter": 1000}).x
-    return tuple(Curve(*(float(value) for value in row)) for row in solution[3:].reshape(positions, 3))
+    return tuple(Curve(*row) for row in solution[3:].reshape(positions, 3).tolist())
 
 
 def _isotonic(curve: Curve, data: Trials) -> Curve:
@@ -153,9 +153,9 @@ def _missing() -> InputError:
 
 
 class Bin(NamedTuple):
-    """A row of a reliability diagram: how many trials, their mean prediction, and the share that was accepted."""
+    """A point of a reliability diagram: how many trials, their mean prediction, and the share that was accepted."""
 
-    count: int
+    trials: int
     predicted: float
     observed: float
 
@@ -172,7 +172,7 @@ def reliability(predicted: Floats, accepted: NDArray[np.bool_], most: int = 10, 
 
 def calibration_error(bins: Sequence[Bin]) -> float:
     """The expected calibration error (Naeini et al., AAAI 2015): the mean over trials of how far a bin is off."""
-    return sum(b.count * abs(b.predicted - b.observed) for b in bins) / max(sum(b.count for b in bins), 1)
+    return sum(b.trials * abs(b.predicted - b.observed) for b in bins) / max(sum(b.trials for b in bins), 1)
 
 
 def brier(predicted: Floats, accepted: NDArray[np.bool_]) -> float:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
-from strata_mlx.speculation.retention import Gate, RetentionPolicy
+from strata_mlx.speculation.retention import FloorGate, RetentionPolicy
 from tests.speculation.conftest import Report
 from tests.speculation.retention_properties import PROPERTIES, Check
 from tests.strategies import observations, retention_policies
@@ -48,35 +48,35 @@ def killed_by() -> str | None:
 
 
 @contextmanager
-def passes(rule: Callable[[Gate, float], bool]) -> Iterator[None]:
+def passes(rule: Callable[[FloorGate, float], bool]) -> Iterator[None]:
     """Another rule for one candidate."""
-    with patch.object(Gate, "_passes", rule):
+    with patch.object(FloorGate, "_passes", rule):
         yield
 
 
-def _floors(gate: Gate, p: float, product: float) -> bool:
+def _floors(gate: FloorGate, p: float, product: float) -> bool:
     return 0 <= p <= 1 and p >= gate._policy.floor(gate.kept) and product >= gate._policy.min_cum_p
 
 
-def strict_gate(gate: Gate, p: float) -> bool:
+def strict_gate(gate: FloorGate, p: float) -> bool:
     return bool(p > gate._policy.floor(gate.kept)) if gate._legacy else _floors(gate, p, gate._product)
 
 
-def strict_product(gate: Gate, p: float) -> bool:
+def strict_product(gate: FloorGate, p: float) -> bool:
     gate._product *= p
     if gate._legacy:
         return p >= gate._policy.floor(gate.kept)
     return _floors(gate, p, gate._product) and (not gate._policy.min_cum_p or gate._product > gate._policy.min_cum_p)
 
 
-def strict_schedule(gate: Gate, p: float) -> bool:
+def strict_schedule(gate: FloorGate, p: float) -> bool:
     gate._product *= p
     if gate._legacy:
         return p >= gate._policy.floor(gate.kept)
     return _floors(gate, p, gate._product) and (gate._policy.schedule is None or p > gate._policy.floor(gate.kept))
 
 
-def product_of_floats(gate: Gate, p: float) -> bool:
+def product_of_floats(gate: FloorGate, p: float) -> bool:
     if gate._legacy:
         return p >= gate._policy.floor(gate.kept)
     with np.errstate(all="ignore"):
@@ -84,17 +84,17 @@ def product_of_floats(gate: Gate, p: float) -> bool:
     return _floors(gate, p, gate._product)
 
 
-def product_without_this_candidate(gate: Gate, p: float) -> bool:
+def product_without_this_candidate(gate: FloorGate, p: float) -> bool:
     if gate._legacy:
         return p >= gate._policy.floor(gate.kept)
     before, gate._product = gate._product, gate._product * p
     return _floors(gate, p, before)
 
 
-def product_kept_between_rounds() -> Callable[[Gate, float], bool]:
+def product_kept_between_rounds() -> Callable[[FloorGate, float], bool]:
     products: dict[RetentionPolicy, float] = {}
 
-    def rule(gate: Gate, p: float) -> bool:
+    def rule(gate: FloorGate, p: float) -> bool:
         if gate._legacy:
             return p >= gate._policy.floor(gate.kept)
         products[gate._policy] = products.get(gate._policy, 1.0) * p
@@ -103,20 +103,20 @@ def product_kept_between_rounds() -> Callable[[Gate, float], bool]:
     return rule
 
 
-def either_gate(gate: Gate, p: float) -> bool:
+def either_gate(gate: FloorGate, p: float) -> bool:
     if gate._legacy:
         return p >= gate._policy.floor(gate.kept)
     gate._product *= p
     return 0 <= p <= 1 and (p >= gate._policy.floor(gate.kept) or gate._product >= gate._policy.min_cum_p)
 
 
-def anything_observed(gate: Gate, p: float) -> bool:
+def anything_observed(gate: FloorGate, p: float) -> bool:
     gate._product *= p
     floors = gate._policy.floor(gate.kept), gate._policy.min_cum_p
     return not (p < floors[0] or (not gate._legacy and gate._product < floors[1]))  # a NaN passes
 
 
-def old_rule_checks_too(gate: Gate, p: float) -> bool:
+def old_rule_checks_too(gate: FloorGate, p: float) -> bool:
     gate._product *= p
     return _floors(gate, p, gate._product)
 
@@ -137,19 +137,19 @@ def schedule_and_min_p(policy: RetentionPolicy, step: int) -> float:
     return max(policy.min_p, *(policy.schedule or (0.0,))[min(step, len(policy.schedule or (0.0,)) - 1) :][:1])
 
 
-def goes_on_after_a_failure(gate: Gate, p: Any) -> bool:
+def goes_on_after_a_failure(gate: FloorGate, p: Any) -> bool:
     keep = gate._passes(float(p))
     gate.kept += keep
     return keep
 
 
-def never_appends_a_failure(gate: Gate, p: Any) -> bool:
+def never_appends_a_failure(gate: FloorGate, p: Any) -> bool:
     keep = gate.open = gate.open and gate._passes(float(p))
     gate.kept += keep
     return keep
 
 
-def always_appends_a_failure(gate: Gate, p: Any) -> bool:
+def always_appends_a_failure(gate: FloorGate, p: Any) -> bool:
     was_open = gate.open
     gate.open = gate.open and gate._passes(float(p))
     gate.kept += was_open
@@ -180,7 +180,7 @@ MUTANTS: dict[str, Any] = {
         for floor in (schedule_not_repeated, schedule_begins_again, schedule_one_step_late, schedule_and_min_p)
     },
     **{
-        offer.__name__: patch.object(Gate, "offer", offer)
+        offer.__name__: patch.object(FloorGate, "offer", offer)
         for offer in (goes_on_after_a_failure, never_appends_a_failure, always_appends_a_failure)
     },
     "a_schedule_of_zero_does_not_opt_in": patch.object(
