@@ -43,6 +43,8 @@ class EconomicPolicy:
         verify_seconds: of windows of 1, 2, ... n + 1 rows.
         chains: confidences of typical chains, n each, by which to choose how many drafts to make until there are
             chains of the text.
+        thrift: what a second is taken to be worth, in tokens, over what it earns at the moment. Less than 1 keeps
+            longer windows: what a row reads may be of use to later windows, which the seconds do not tell.
 
     Raises:
         InputError: a value of the wrong type or out of its range, or lengths that do not go together.
@@ -53,9 +55,11 @@ class EconomicPolicy:
     draft_seconds: tuple[float, ...]
     verify_seconds: tuple[float, ...]
     chains: tuple[tuple[float, ...], ...]
+    thrift: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "plain_seconds", number("economic policy: plain_seconds", self.plain_seconds))
+        for name in ("plain_seconds", "thrift"):
+            object.__setattr__(self, name, number(f"economic policy: {name}", getattr(self, name)))
         for name in ("draft_seconds", "verify_seconds"):
             object.__setattr__(self, name, numbers(f"economic policy: {name}", getattr(self, name)))
         if not isinstance(self.calibration, Calibration):
@@ -71,8 +75,8 @@ class EconomicPolicy:
             )
         if not chains or any(len(chain) != n or not all(0 <= p <= 1 for p in chain) for chain in chains):
             raise InputError(f"economic policy: chains must be at least one, of {n} confidences from 0 to 1")
-        if min(self.plain_seconds, *self.verify_seconds) <= 0 or min(self.draft_seconds) < 0:
-            raise InputError("economic policy: seconds must be positive, and those of drafts not negative")
+        if min(self.plain_seconds, self.thrift, *self.verify_seconds) <= 0 or min(self.draft_seconds) < 0:
+            raise InputError("economic policy: seconds and thrift must be positive, and seconds of drafts not negative")
 
     @property
     def steps(self) -> int:
@@ -143,6 +147,11 @@ class EconomicController:
         return self._tokens / self._seconds
 
     @property
+    def price(self) -> float:
+        """Tokens that a second must bring."""
+        return self._policy.thrift * self.rate
+
+    @property
     def pace(self) -> float:
         """Seconds that take one second by the policy's measurements."""
         return self._measured / self._expected
@@ -162,7 +171,7 @@ class EconomicController:
         if self._worth[best] <= self._worth[current] + _MARGIN:
             best = current
         if best == 0 and not self._unknown:  # one probe at a time
-            if not self._pacer.affords(float(self._worth[0] - self._worth[1 : most + 1].max()) / self.rate):
+            if not self._pacer.affords(float(self._worth[0] - self._worth[1 : most + 1].max()) / self.price):
                 return 0
             best = 1 + int(np.argmax(self._worth[1 : most + 1]))
         return most if best and self._stepwise else best  # the stepwise gate stops where it should
@@ -173,7 +182,7 @@ class EconomicController:
             raise InputError(f"retention: path is {path!r}, expected one of {', '.join(PATHS)}")
         self._unknown, self._stepwise = True, path == "stepwise"
         costs = (self._verify * self.pace, self._draft * self.pace)
-        return EconomicGate(self._policy.calibration, self.shift, self.rate, *costs, self._typical, path)
+        return EconomicGate(self._policy.calibration, self.shift, self.price, *costs, self._typical, path)
 
     def learn(self, latest: Round) -> None:
         """Take note of a round, or of a plain step. The first one of a text starts cold, and counts for nothing."""
@@ -217,9 +226,9 @@ class EconomicController:
     def _depths(self) -> NDArray[np.float64]:
         """What a round of 0, 1, ... drafts is worth, in tokens more than its time could earn, ``[n + 1]``."""
         chances = shifted(np.array(self._chains), self.shift)
-        worth = expected_tokens(chances) - self.rate * self.pace * self._verify  # [chains, n + 1]
-        best = np.maximum.accumulate(worth, axis=1).mean(axis=0) - self.rate * self.pace * self._draft
-        best[0] = 1 - self.rate * self.pace * self._plain
+        worth = expected_tokens(chances) - self.price * self.pace * self._verify  # [chains, n + 1]
+        best = np.maximum.accumulate(worth, axis=1).mean(axis=0) - self.price * self.pace * self._draft
+        best[0] = 1 - self.price * self.pace * self._plain
         return np.asarray(best)
 
 

@@ -18,7 +18,7 @@ from strata_mlx.speculation import economic
 from strata_mlx.speculation.calibration import Calibration, Curve
 from strata_mlx.speculation.decoder import SpeculativeDecoder
 from strata_mlx.speculation.economic import EconomicController, EconomicGate, EconomicPolicy
-from strata_mlx.speculation.pacing import SHARE
+from strata_mlx.speculation.pacing import SHARE, Pacer
 from strata_mlx.speculation.record import Round
 from strata_mlx.speculation.retention import PATHS, Gate, RetentionPolicy
 from tests.errors import refuses
@@ -71,7 +71,7 @@ def test_what_is_kept_is_best_of_all_choices(policy: EconomicPolicy, data: st.Da
     chances, worth = policy.calibration.acceptances(made), []
     for k in range(len(made) + 1):
         tokens = 1 + sum(math.prod(chances[: i + 1]) for i in range(k))
-        worth.append(tokens - controller.rate * policy.verify_seconds[k])
+        worth.append(tokens - policy.thrift * controller.rate * policy.verify_seconds[k])
     assert worth[gate.kept] >= max(worth) - 1e-9
     assert all(each < worth[gate.kept] + 1e-9 for each in worth[: gate.kept])
 
@@ -107,7 +107,7 @@ def test_it_never_keeps_a_row_that_costs_more_than_a_token_earns(
     policy: EconomicPolicy, probs: list[float], path: str
 ) -> None:
     rows = np.arange(policy.steps + 1)
-    dear = replace(policy, verify_seconds=tuple(policy.plain_seconds * (1 + rows * 1.001)))
+    dear = replace(policy, thrift=1.0, verify_seconds=tuple(policy.plain_seconds * (1 + rows * 1.001)))
     gate = dear.start().gate(path)
     for p in probs:
         gate.offer(p)
@@ -123,11 +123,7 @@ def test_a_dear_row_is_kept_for_the_cheap_ones_after_it() -> None:
 
 def test_stepwise_drafting_stops_where_another_draft_is_not_worth_making() -> None:
     gate = GOOD.start().gate("stepwise")
-    assert gate.offer(0.95)
-    assert gate.open
-    assert not gate.offer(0.05)
-    assert not gate.open
-    assert not gate.offer(1.0)
+    assert [(gate.offer(p), gate.open) for p in (0.95, 0.05, 1.0)] == [(True, True), (False, False), (False, False)]
     assert gate.kept == 1
     free = replace(GOOD, draft_seconds=(0.0, 0.0, 0.0), verify_seconds=(1.0, 1.0, 1.0, 1.0)).start().gate("stepwise")
     assert [free.offer(0.01) and free.open for _ in range(3)] == [True, True, False]
@@ -225,6 +221,8 @@ def test_it_says_what_it_is() -> None:
         ({"plain_seconds": 0}, "positive"),
         ({"plain_seconds": math.nan}, "plain_seconds"),
         ({"plain_seconds": "1"}, "plain_seconds"),
+        ({"thrift": 0.0}, "positive"),
+        ({"thrift": math.inf}, "thrift"),
         ({"draft_seconds": ()}, "0 draft_seconds"),
         ({"draft_seconds": (0.1,) * 9, "verify_seconds": (1.0,) * 10}, "1 to 8"),
         ({"draft_seconds": (0.1, 0.2, -0.3)}, "not negative"),
@@ -328,8 +326,8 @@ MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "always stops drafting": (EconomicGate, "_goes_on", lambda _: False),
     "never corrects the calibration": (EconomicController, "shift", property(lambda _: 0.0)),
     "never notices the pace": (EconomicController, "pace", property(lambda _: 1.0)),
-    "never probes": (economic.Pacer, "affords", lambda *_: False),
-    "always probes": (economic.Pacer, "affords", lambda *_: True),
+    "never probes": (Pacer, "affords", lambda *_: False),
+    "always probes": (Pacer, "affords", lambda *_: True),
     "changes its mind for nothing": (economic, "_MARGIN", 0.0),
     "learns from the first round": (EconomicController, "_begun", True),
 }
