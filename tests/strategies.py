@@ -203,4 +203,5 @@ def economic_policies(draw: st.DrawFn, most: int = 4) -> EconomicPolicy:
         tuple(draw(st.lists(st.just(0.0) | st.floats(0, 4), min_size=n, max_size=n))),
         tuple(draw(st.lists(seconds, min_size=n + 1, max_size=n + 1))),
         tuple(draw(st.lists(chains, min_size=1, max_size=3))),
+        draw(st.sampled_from([1.0, 0.75, 1.5])),
     )

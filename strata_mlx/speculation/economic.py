@@ -43,6 +43,8 @@ class EconomicPolicy:
         verify_seconds: of windows of 1, 2, ... n + 1 rows.
         chains: confidences of typical chains, n each, by which to choose how many drafts to make until there are
             chains of the text.
+        thrift: what a second is taken to be worth, in tokens, over what it earns at the moment. Less than 1 keeps
+            longer windows: what a row reads may be of use to later windows, which the seconds do not tell.
 
     Raises:
         InputError: a value of the wrong type or out of its range, or lengths that do not go together.
@@ -53,9 +55,11 @@ class EconomicPolicy:
     draft_seconds: tuple[float, ...]
     verify_seconds: tuple[float, ...]
     chains: tuple[tuple[float, ...], ...]
+    thrift: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "plain_seconds", number("economic policy: plain_seconds", self.plain_seconds))
+        for name in ("plain_seconds", "thrift"):
+            object.__setattr__(self, name, number(f"economic policy: {name}", getattr(self, name)))
         for name in ("draft_seconds", "verify_seconds"):
             object.__setattr__(self, name, numbers(f"economic policy: {name}", getattr(self, name)))
         if not isinstance(self.calibration, Calibration):
@@ -71,8 +75,8 @@ class EconomicPolicy:
             )
         if not chains or any(len(chain) != n or not all(0 <= p <= 1 for p in chain) for chain in chains):
             raise InputError(f"economic policy: chains must be at least one, of {n} confidences from 0 to 1")
-        if min(self.plain_seconds, *self.verify_seconds) <= 0 or min(self.draft_seconds) < 0:
-            raise InputError("economic policy: seconds must be positive, and those of drafts not negative")
+        if min(self.plain_seconds, self.thrift, *self.verify_seconds) <= 0 or min(self.draft_seconds) < 0:
+            raise InputError("economic policy: seconds and thrift must be positive, and seconds of drafts not negative")
 
     @property
     def steps(self) -> int:
@@ -123,6 +127,7 @@ class EconomicController:
 
     def __init__(self, policy: EconomicPolicy):
         self._policy, self._begun = policy, False
+        self._unknown = self._drafted = self._stepwise = False  # a round on its way; the latest one drafted; the path
         self._verify, self._draft = np.array(policy.verify_seconds), np.array([0.0, *policy.draft_seconds])
         self._plain = policy.plain_seconds
         self._pacer = Pacer(plain=self._plain)
@@ -140,6 +145,11 @@ class EconomicController:
     def rate(self) -> float:
         """Tokens per second, of late."""
         return self._tokens / self._seconds
+
+    @property
+    def price(self) -> float:
+        """Tokens that a second must bring."""
+        return self._policy.thrift * self.rate
 
     @property
     def pace(self) -> float:
@@ -160,16 +170,19 @@ class EconomicController:
         current = min(self._depth, most)
         if self._worth[best] <= self._worth[current] + _MARGIN:
             best = current
-        if best == 0 and self._pacer.affords(float(self._worth[0] - self._worth[1 : most + 1].max()) / self.rate):
+        if best == 0 and not self._unknown:  # one probe at a time
+            if not self._pacer.affords(float(self._worth[0] - self._worth[1 : most + 1].max()) / self.price):
+                return 0
             best = 1 + int(np.argmax(self._worth[1 : most + 1]))
-        return best
+        return most if best and self._stepwise else best  # the stepwise gate stops where it should
 
     def gate(self, path: str = "chained") -> EconomicGate:
         """The rule for one round. Raises InputError for a path that there is not."""
         if path not in PATHS:
             raise InputError(f"retention: path is {path!r}, expected one of {', '.join(PATHS)}")
+        self._unknown, self._stepwise = True, path == "stepwise"
         costs = (self._verify * self.pace, self._draft * self.pace)
-        return EconomicGate(self._policy.calibration, self.shift, self.rate, *costs, self._typical, path)
+        return EconomicGate(self._policy.calibration, self.shift, self.price, *costs, self._typical, path)
 
     def learn(self, latest: Round) -> None:
         """Take note of a round, or of a plain step. The first one of a text starts cold, and counts for nothing."""
@@ -187,8 +200,11 @@ class EconomicController:
         if made:
             self._pacer.round(latest.seconds, latest.committed)
             self._compare(latest)
+        elif self._drafted:
+            self._pacer.change(latest.seconds)
         else:
             self._pacer.step(latest.seconds)
+        self._unknown, self._drafted = False, made > 0
         self._worth = self._depths()
         best = int(np.argmax(self._worth))
         if self._worth[best] > self._worth[self._depth] + _MARGIN:
@@ -210,9 +226,9 @@ class EconomicController:
     def _depths(self) -> NDArray[np.float64]:
         """What a round of 0, 1, ... drafts is worth, in tokens more than its time could earn, ``[n + 1]``."""
         chances = shifted(np.array(self._chains), self.shift)
-        worth = expected_tokens(chances) - self.rate * self.pace * self._verify  # [chains, n + 1]
-        best = np.maximum.accumulate(worth, axis=1).mean(axis=0) - self.rate * self.pace * self._draft
-        best[0] = 1 - self.rate * self.pace * self._plain
+        worth = expected_tokens(chances) - self.price * self.pace * self._verify  # [chains, n + 1]
+        best = np.maximum.accumulate(worth, axis=1).mean(axis=0) - self.price * self.pace * self._draft
+        best[0] = 1 - self.price * self.pace * self._plain
         return np.asarray(best)
 
 
