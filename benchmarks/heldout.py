@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from strata_mlx.replay.recording import STEPS, Recording, record
+from strata_mlx.texts import PACKAGES, installed
 
-PACKAGES = ("mlx", "mlx_lm", "huggingface_hub")
 
-
-def documents(packages: Sequence[str] = PACKAGES, min_bytes: int = 2000) -> Iterator[str]:
-    """The Python files of ``packages`` with at least ``min_bytes``, in a fixed order that alternates between
-    packages.
-    """
-    files = [_files(package, min_bytes) for package in packages]
-    for rank in range(max(map(len, files))):
-        for of_package in files:
-            if rank < len(of_package):
-                yield of_package[rank].read_text(encoding="utf-8")
+def documents(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
+    """The Python files of ``packages``, in a fixed order that alternates between packages."""
+    return (text.text for text in installed(packages))
 
 
 def windows(tokenizer: object, count: int, length: int) -> list[list[int]]:
@@ -47,11 +38,3 @@ def recording(
     names = [f"{PACKAGES[i % len(PACKAGES)]} {i}" for i in range(count)]
     with tqdm(total=count * (tokens - 1), desc="Recording", unit="position", disable=None) as bar:
         return record(model, tokenizer, prompts, tokens, names=names, steps=steps, report=bar.update)
-
-
-def _files(package: str, min_bytes: int) -> list[Path]:
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise RuntimeError(f"package {package} is not installed, so its sources cannot serve as text")
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    return sorted(file for file in folder.rglob("*.py") if file.stat().st_size >= min_bytes)

@@ -29,6 +29,7 @@ from benchmarks import heldout, report
 from strata_mlx import RetentionPolicy, SpeculativeDecoder, load
 from strata_mlx.engine import generate_step
 from strata_mlx.speculation.record import Round
+from strata_mlx.texts import PACKAGES
 
 PROMPT_TOKENS = 32
 POLICIES = {
@@ -76,7 +77,7 @@ def acceptance(rounds: Sequence[Round]) -> list[float]:
 def row(name: str, speeds: list[float], plain: list[float], rounds: list[Round]) -> dict[str, Any]:
     drafting = [each for each in rounds if each.drafted]
     ratios = [speed / other for speed, other in zip(speeds, plain, strict=True)]
-    sets = {package: ratios[i :: len(heldout.PACKAGES)] for i, package in enumerate(heldout.PACKAGES)}
+    sets = {package: ratios[i :: len(PACKAGES)] for i, package in enumerate(PACKAGES)}
     return {
         "way": name,
         "tokens_per_s": statistics.median(speeds),

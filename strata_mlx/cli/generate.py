@@ -315,7 +315,7 @@ def _policy(args: argparse.Namespace) -> Policy:
 
     args.mtp, args.mtp_max_steps and args.drafting are then what they come to.
     """
-    policy = Policy() if args.policy is None else Policy.load(args.policy)
+    policy = Policy() if args.policy is None else _load_policy(args.policy)
     if args.policy is None or _given(args, _RETENTION):
         policy = replace(policy, retention=RetentionPolicy.from_args(args))
     if policy.routing is None or _given(args, _ROUTING):
@@ -331,6 +331,13 @@ def _policy(args: argparse.Namespace) -> Policy:
         policy = replace(policy, mtp="off")
     args.mtp = policy.mtp
     return policy
+
+
+def _load_policy(file: Path) -> Policy:
+    try:
+        return Policy.load(file)
+    except InputError as error:
+        raise InputError(f"--policy {error}") from None
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> bool:
