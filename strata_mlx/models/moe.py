@@ -52,8 +52,9 @@ def take_over(layers: Sequence[nn.Module], first: int = 0) -> None:
 
 
 def blocks(model: nn.Module) -> list[MoEBlock]:
-    """The MoE layers of a model, its MTP head's last."""
-    return [module for _, module in model.named_modules() if isinstance(module, MoEBlock)]
+    """The MoE layers of a model in order, its MTP head's last."""
+    found = (module for _, module in model.named_modules() if isinstance(module, MoEBlock))
+    return sorted(found, key=lambda block: block.layer)
 
 
 def make_routing(model: nn.Module, policy: RoutingPolicy, residency: Path | None) -> Routing:

@@ -43,6 +43,13 @@ def logits(model: nn.Module, routing: Routing | None = None) -> mx.array:
     return model(TOKENS)
 
 
+def test_the_layers_come_in_order_and_the_heads_last(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "qwen3_next", "stacked", mtp="stacked")
+    model = load(folder, mtp=True)[0]
+    head = model.mtp.layers[0].mlp
+    assert blocks(model) == [*(layer.mlp for layer in model.layers), head]
+
+
 def test_without_a_policy_the_logits_are_mlx_lms_bit_for_bit(folder: Path, model: nn.Module) -> None:
     theirs, _ = load_with_mlx_lm(folder)
     assert all(isinstance(layer.mlp, MoEBlock) for layer in model.layers)

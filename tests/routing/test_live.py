@@ -161,7 +161,7 @@ def test_a_streaming_model_prefers_what_its_slots_hold(folder: Path) -> None:
     set_routing(streamed, Routing())
     assert mx.array_equal(decode(exact), decode(streamed))
     exactly = streamed.streaming.traffic() - biased
-    assert biased.misses + biased.ahead < 0.75 * (exactly.misses + exactly.ahead)
+    assert biased.misses < 0.75 * exactly.misses
 
 
 def test_a_file_goes_over_the_slots(folder: Path, tmp_path: Path) -> None:
