@@ -123,6 +123,7 @@ class EconomicController:
 
     def __init__(self, policy: EconomicPolicy):
         self._policy, self._begun = policy, False
+        self._unknown = self._drafted = self._stepwise = False  # a round on its way; the latest one drafted; the path
         self._verify, self._draft = np.array(policy.verify_seconds), np.array([0.0, *policy.draft_seconds])
         self._plain = policy.plain_seconds
         self._pacer = Pacer(plain=self._plain)
@@ -160,14 +161,17 @@ class EconomicController:
         current = min(self._depth, most)
         if self._worth[best] <= self._worth[current] + _MARGIN:
             best = current
-        if best == 0 and self._pacer.affords(float(self._worth[0] - self._worth[1 : most + 1].max()) / self.rate):
+        if best == 0 and not self._unknown:  # one probe at a time
+            if not self._pacer.affords(float(self._worth[0] - self._worth[1 : most + 1].max()) / self.rate):
+                return 0
             best = 1 + int(np.argmax(self._worth[1 : most + 1]))
-        return best
+        return most if best and self._stepwise else best  # the stepwise gate stops where it should
 
     def gate(self, path: str = "chained") -> EconomicGate:
         """The rule for one round. Raises InputError for a path that there is not."""
         if path not in PATHS:
             raise InputError(f"retention: path is {path!r}, expected one of {', '.join(PATHS)}")
+        self._unknown, self._stepwise = True, path == "stepwise"
         costs = (self._verify * self.pace, self._draft * self.pace)
         return EconomicGate(self._policy.calibration, self.shift, self.rate, *costs, self._typical, path)
 
@@ -187,8 +191,11 @@ class EconomicController:
         if made:
             self._pacer.round(latest.seconds, latest.committed)
             self._compare(latest)
+        elif self._drafted:
+            self._pacer.change(latest.seconds)
         else:
             self._pacer.step(latest.seconds)
+        self._unknown, self._drafted = False, made > 0
         self._worth = self._depths()
         best = int(np.argmax(self._worth))
         if self._worth[best] > self._worth[self._depth] + _MARGIN:

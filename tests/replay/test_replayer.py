@@ -276,7 +276,7 @@ def test_slower_storage_takes_longer_and_changes_nothing_else(recording: Recordi
     )
 
 
-def test_a_policy_that_learns_is_told_every_round_but_the_first(recording: Recording, costs: CostModel) -> None:
+def test_a_policy_that_learns_is_told_every_round(recording: Recording, costs: CostModel) -> None:
     told: list[list[Round]] = []
 
     class Learns(Scripted):
@@ -286,7 +286,7 @@ def test_a_policy_that_learns_is_told_every_round_but_the_first(recording: Recor
             return result
 
     found = replay(recording, Learns([(2, 2), (0, 0)]), costs)
-    assert [each for of_document in told for each in of_document] == found.later
+    assert [each for of_document in told for each in of_document] == list(found.rounds)
     assert len(told) == len(recording.documents)
 
 
