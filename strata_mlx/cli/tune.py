@@ -289,6 +289,8 @@ def recommendation(chosen: dict[str, Any], pays: bool) -> str:
         )
     if chosen["kind"] == "plain":
         return "Nothing beats plain decoding here: do without drafts."
+    if not chosen["drafted_per_token"]:
+        return f"Nothing beats plain decoding here: do without drafts, as the {chosen['kind']} policy would."
     return (
         f"Nothing beats plain decoding here: do without drafts. The best way to draft, the {chosen['kind']} policy, "
         f"reaches {chosen['speedup']:.2f} times its speed ({low:.2f} to {high:.2f}) on documents that it was not "

@@ -133,8 +133,9 @@ def test_a_missing_extra_is_named_before_anything_is_loaded(
 
 
 def test_it_says_plainly_where_nothing_pays() -> None:
-    row = {"kind": "flat", "tokens_per_s": 90.0, "speedup": 0.9, "speedup_interval": [0.8, 1.0]}
+    row = {"kind": "flat", "tokens_per_s": 90.0, "speedup": 0.9, "speedup_interval": [0.8, 1.0], "drafted_per_token": 1}
     assert recommendation(row, pays=False).startswith("Nothing beats plain decoding here")
     assert "0.90 times" in recommendation(row, pays=False)
     assert recommendation({**row, "kind": "plain"}, pays=False).startswith("Nothing beats plain decoding here")
     assert recommendation({**row, "speedup": 1.2}, pays=True).startswith("Use the flat policy")
+    assert "as the economic policy would" in recommendation({**row, "kind": "economic", "drafted_per_token": 0}, False)
