@@ -43,8 +43,8 @@ class EconomicPolicy:
         verify_seconds: of windows of 1, 2, ... n + 1 rows.
         chains: confidences of typical chains, n each, by which to choose how many drafts to make until there are
             chains of the text.
-        thrift: what a second is taken to be worth, in tokens, over what it earns at the moment. Less than 1 keeps
-            longer windows: what a row reads may be of use to later windows, which the seconds do not tell.
+        thrift: what a second of a row is taken to be worth, in tokens, over what it earns at the moment. Less than 1
+            keeps longer windows: what a row reads may be of use to later windows, which the seconds do not tell.
 
     Raises:
         InputError: a value of the wrong type or out of its range, or lengths that do not go together.
@@ -148,7 +148,7 @@ class EconomicController:
 
     @property
     def price(self) -> float:
-        """Tokens that a second must bring."""
+        """Tokens that a second of a draft's row must bring."""
         return self._policy.thrift * self.rate
 
     @property
@@ -171,7 +171,7 @@ class EconomicController:
         if self._worth[best] <= self._worth[current] + _MARGIN:
             best = current
         if best == 0 and not self._unknown:  # one probe at a time
-            if not self._pacer.affords(float(self._worth[0] - self._worth[1 : most + 1].max()) / self.price):
+            if not self._pacer.affords(float(self._worth[0] - self._worth[1 : most + 1].max()) / self.rate):
                 return 0
             best = 1 + int(np.argmax(self._worth[1 : most + 1]))
         return most if best and self._stepwise else best  # the stepwise gate stops where it should
@@ -226,9 +226,9 @@ class EconomicController:
     def _depths(self) -> NDArray[np.float64]:
         """What a round of 0, 1, ... drafts is worth, in tokens more than its time could earn, ``[n + 1]``."""
         chances = shifted(np.array(self._chains), self.shift)
-        worth = expected_tokens(chances) - self.price * self.pace * self._verify  # [chains, n + 1]
-        best = np.maximum.accumulate(worth, axis=1).mean(axis=0) - self.price * self.pace * self._draft
-        best[0] = 1 - self.price * self.pace * self._plain
+        worth = expected_tokens(chances) - self.rate * self.pace * self._verify  # [chains, n + 1]
+        best = np.maximum.accumulate(worth, axis=1).mean(axis=0) - self.rate * self.pace * self._draft
+        best[0] = 1 - self.rate * self.pace * self._plain
         return np.asarray(best)
 
 
