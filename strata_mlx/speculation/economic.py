@@ -226,8 +226,10 @@ class EconomicController:
     def _depths(self) -> NDArray[np.float64]:
         """What a round of 0, 1, ... drafts is worth, in tokens more than its time could earn, ``[n + 1]``."""
         chances = shifted(np.array(self._chains), self.shift)
-        worth = expected_tokens(chances) - self.rate * self.pace * self._verify  # [chains, n + 1]
-        best = np.maximum.accumulate(worth, axis=1).mean(axis=0) - self.rate * self.pace * self._draft
+        # Drafts that are made one by one end with the first that is not kept.
+        early, late = (np.append(self._draft[1:], self._draft[-1]), 0.0) if self._stepwise else (0.0, self._draft)
+        worth = expected_tokens(chances) - self.rate * self.pace * (self._verify + early)  # [chains, n + 1]
+        best = np.maximum.accumulate(worth, axis=1).mean(axis=0) - self.rate * self.pace * late
         best[0] = 1 - self.rate * self.pace * self._plain
         return np.asarray(best)
 
