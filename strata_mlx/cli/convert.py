@@ -85,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {"path": str(args.mlx_path), "files": files, "bytes": sum(files.values())}
     started()
     if not args.dry_run:
+        mx.reset_peak_memory()
         convert(conversion, args.mlx_path, progress=not args.json)
         report["peak_memory_gb"] = mx.get_peak_memory() / 1e9
     if args.json:
