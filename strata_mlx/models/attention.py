@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
 
 def attend_by_row(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
-    """Causal attention of the last T tokens, each as a step of plain decoding computes it, bit for bit.
+    """Causal attention of the last T tokens, each by the call that a step of plain decoding makes.
 
     q: ``[B, H, T, D]``; k, v: ``[B, G, L, D]``, of which row t sees the first L - T + 1 + t. Returns ``[B, H, T, D]``.
     """
