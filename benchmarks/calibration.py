@@ -23,7 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import heldout, report
 from strata_mlx import load
 from strata_mlx.replay.recording import Recording
-from strata_mlx.speculation.fitting import Floats, Trials, brier, calibration_error, fit, reliability, trials
+from strata_mlx.replay.sweep import halves
+from strata_mlx.replay.tuning import trials_of
+from strata_mlx.speculation.fitting import Floats, Trials, brier, calibration_error, fit, reliability
 
 LIMIT = 0.03  # that the error of the fitted map must not exceed, at any position
 _DRAWS, _RESAMPLES = 200, 1000
@@ -38,16 +40,6 @@ def recorded(args: Any) -> Recording:
     if args.recording:
         recording.save(args.recording)
     return recording
-
-
-def halves(recording: Recording) -> tuple[Recording, Recording]:
-    """Every other document. Neighbours are of different packages, so that both halves have all of them."""
-    count = len(recording.documents)
-    return recording.of(range(0, count, 2)), recording.of(range(1, count, 2))
-
-
-def trials_of(recording: Recording) -> Trials:
-    return trials([each.p for each in recording.documents], [each.agree for each in recording.documents])
 
 
 def row(name: int | str, data: Trials, fitted: Floats) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,57 +25,20 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import heldout, report
-from benchmarks.calibration import add_recording_options, halves, recorded
-from strata_mlx import RetentionPolicy, load
+from benchmarks.calibration import add_recording_options, recorded
+from strata_mlx import load
+from strata_mlx.intervals import interval, resampled
 from strata_mlx.models.family import text_args
 from strata_mlx.replay.costs import STORAGES, Clock, CostModel, Probe, Storage, fit
-from strata_mlx.replay.recording import Document, Recording
+from strata_mlx.replay.recording import Recording
 from strata_mlx.replay.replayer import replay
-from strata_mlx.replay.tuning import PLAIN, calibrate, tune
-from strata_mlx.speculation.economic import EconomicPolicy
-from strata_mlx.speculation.record import Round
-from strata_mlx.speculation.retention import PATHS, FloorGate, Retention
+from strata_mlx.replay.sweep import Oracle, Way, halves, ways
+from strata_mlx.replay.tuning import calibrate, tune
+from strata_mlx.speculation.retention import PATHS
 
 LIMIT = 0.98  # of the best fixed policy's speed, that the economic one must reach on every storage
 SHARE = 0.25  # of the experts are in memory, where not all are
-_RESAMPLES = 2000
 Speeds = NDArray[np.float64]  # [D, 2], tokens and seconds of each document
-
-SCHEDULES = ((0.10, 0.35, 0.55), (0.30, 0.55, 0.70), (0.50, 0.70, 0.85))
-
-
-@dataclass(frozen=True)
-class Way:
-    """A policy, the most drafts of a round, and how they are made."""
-
-    kind: str
-    retention: Retention
-    steps: int
-    drafting: str = "chained"
-
-    def __str__(self) -> str:
-        return f"{self.retention}, {self.steps} at most, {self.drafting}"
-
-
-def fixed_ways(most: int) -> list[Way]:
-    """The grids."""
-    grid: list[tuple[str, RetentionPolicy, Sequence[int]]] = [
-        *(("flat", RetentionPolicy(p), (1, 2, 3, most)) for p in (0.0, 0.35, 0.5, 0.65, 0.8)),
-        *(("schedule", RetentionPolicy(schedule=floors), (3, most)) for floors in SCHEDULES),
-        *(("cumulative", RetentionPolicy(min_cum_p=p), (2, 3, most)) for p in (0.1, 0.2, 0.3, 0.45, 0.6, 0.75)),
-        *(
-            ("composed", RetentionPolicy(schedule=floors, min_cum_p=p), (3, most))
-            for floors in SCHEDULES[:2]
-            for p in (0.2, 0.4)
-        ),
-    ]
-    # Where all drafts are kept, or there is but one, making them one by one saves nothing.
-    return [Way("plain", PLAIN, most)] + [
-        Way(kind, policy, steps, drafting)
-        for kind, policy, depths in grid
-        for steps in depths
-        for drafting in (PATHS if steps > 1 and policy != RetentionPolicy() else PATHS[:1])
-    ]
 
 
 class Ledger(CostModel):
@@ -127,64 +90,20 @@ def speeds(recording: Recording, way: Way, costs: CostModel, slots: int | None, 
     return result
 
 
-class Oracle(RetentionPolicy):
-    """Makes so many drafts as pay, of those that will be accepted. For documents in the order of the recording."""
-
-    def __init__(self, recording: Recording, policy: EconomicPolicy):
-        super().__init__()
-        cost = np.array([policy.plain_seconds, *np.add(policy.draft_seconds, policy.verify_seconds[1:])])
-        rate, better = 0.0, True
-        while better:  # as economics.best_rate()
-            plans = [_plan(document, cost, rate) for document in recording.documents]
-            ks = np.concatenate([np.array(plan, np.intp) for plan in plans])
-            new = float((1 + ks).sum() / cost[ks].sum())
-            rate, better = max(rate, new), new > rate * (1 + 1e-9)
-        object.__setattr__(self, "_plans", iter(plans))
-
-    def start(self) -> Any:
-        return _OracleController(next(self._plans))  # type: ignore[attr-defined]
-
-
-def _plan(document: Document, cost: NDArray[np.float64], rate: float) -> list[int]:
-    """How many drafts each round makes."""
-    right = np.cumprod(document.agree, axis=1).sum(axis=1)
-    worth = np.arange(1, len(cost) + 1) - rate * cost
-    plan, position = [], 0
-    while position < document.positions:
-        most = min(int(right[position]), document.positions - position - 1)
-        plan.append(int(np.argmax(worth[: most + 1])))
-        position += 1 + plan[-1]
-    return plan
-
-
-class _OracleController:
-    def __init__(self, plan: list[int]):
-        self._plan, self._known = plan, 0
-
-    def depth(self, most: int) -> int:
-        return min(self._plan[self._known], most) if self._known < len(self._plan) else 0
-
-    def gate(self, path: str = "chained") -> FloorGate:
-        return RetentionPolicy().gate(path)
-
-    def learn(self, latest: Round) -> None:  # noqa: ARG002
-        self._known += 1
-
-
 def sweep(args: Any, recording: Recording, costs: CostModel) -> list[dict[str, Any]]:
     """For each storage: what every policy came to."""
     tuning, judging = halves(recording)
     calibration, most = calibrate(tuning), recording.header.steps
-    ways = fixed_ways(most)
+    fixed_ways = ways(most)
     slots = round(args.share * recording.header.experts)
     groups: list[tuple[int | None, tuple[Storage | None, ...]]] = [(None, (None,)), (slots, STORAGES)]
     result = []
-    with tqdm(total=len(groups) * 2 * len(ways), desc="Sweep", unit="policy", disable=None) as bar:
+    with tqdm(total=len(groups) * 2 * len(fixed_ways), desc="Sweep", unit="policy", disable=None) as bar:
         for memory, storages in groups:
             measured: list[list[list[Speeds]]] = []  # [half][way][storage]
             for half in (tuning, judging):
                 measured.append([])
-                for way in ways:
+                for way in fixed_ways:
                     measured[-1].append(speeds(half, way, costs, memory, storages))
                     bar.update()
             for number, storage in enumerate(storages):
@@ -197,32 +116,32 @@ def sweep(args: Any, recording: Recording, costs: CostModel) -> list[dict[str, A
                 economic = replay(judging, policy, costs, drafting=path, **options).by_document()
                 oracle = replay(judging, Oracle(judging, policy), costs, **options).by_document()
                 fixed = [[each[number] for each in half] for half in measured]
-                entry = compare(ways, fixed[0], fixed[1], economic, oracle)
+                entry = compare(fixed_ways, fixed[0], fixed[1], economic, oracle)
                 name = storage.name if storage else "resident"
                 result.append({"storage": name, "economic": {"drafting": path, **asdict(policy)}, **entry})
     return result
 
 
 def compare(
-    ways: Sequence[Way], tuned: list[Speeds], judged: list[Speeds], economic: Speeds, oracle: Speeds
+    fixed: Sequence[Way], tuned: list[Speeds], judged: list[Speeds], economic: Speeds, oracle: Speeds
 ) -> dict[str, Any]:
     """One storage. tuned, judged: of each way, on either half."""
-    best = max(range(len(ways)), key=lambda i: rate(judged[i]))
+    best = max(range(len(fixed)), key=lambda i: rate(judged[i]))
     plain = judged[0]
     rows = []
-    for kind in dict.fromkeys(way.kind for way in ways):
-        chosen = max((i for i in range(len(ways)) if ways[i].kind == kind), key=lambda i: rate(tuned[i]))
-        rows.append(row(kind, str(ways[chosen]), judged[chosen], plain))
-    rows.append(row("best in hindsight", str(ways[best]), judged[best], plain))
+    for kind in dict.fromkeys(way.kind for way in fixed):
+        chosen = max((i for i in range(len(fixed)) if fixed[i].kind == kind), key=lambda i: rate(tuned[i]))
+        rows.append(row(kind, str(fixed[chosen]), judged[chosen], plain))
+    rows.append(row("best in hindsight", str(fixed[best]), judged[best], plain))
     rows.append(row("economic", "", economic, plain))
     rows.append(row("oracle", "", oracle, plain))
-    chosen = max(range(len(ways)), key=lambda i: rate(tuned[i]))
+    chosen = max(range(len(fixed)), key=lambda i: rate(tuned[i]))
     return {
         "rows": rows,
         "economic_of_best": rate(economic) / rate(judged[best]),
-        "economic_of_best_interval": interval(economic, judged[best]),
+        "economic_of_best_interval": interval_of(economic, judged[best]),
         "economic_of_tuned": rate(economic) / rate(judged[chosen]),
-        "economic_of_tuned_interval": interval(economic, judged[chosen]),
+        "economic_of_tuned_interval": interval_of(economic, judged[chosen]),
         "oracle_gain_reached": share(rate(economic) - rate(plain), rate(oracle) - rate(plain)),
         "oracle_gain_of_best": share(rate(judged[best]) - rate(plain), rate(oracle) - rate(plain)),
     }
@@ -233,9 +152,9 @@ def row(kind: str, name: str, made: Speeds, plain: Speeds) -> dict[str, Any]:
         "kind": kind,
         "policy": name,
         "tokens_per_s": rate(made),
-        "tokens_per_s_interval": interval(made),
+        "tokens_per_s_interval": interval_of(made),
         "speedup": rate(made) / rate(plain),
-        "speedup_interval": interval(made, plain),
+        "speedup_interval": interval_of(made, plain),
     }
 
 
@@ -250,16 +169,14 @@ def rate(made: Speeds) -> float:
     return float(tokens / seconds)
 
 
-def interval(made: Speeds, against: Speeds | None = None) -> list[float]:
+def interval_of(made: Speeds, against: Speeds | None = None) -> list[float]:
     """Of the rate, or of its ratio to another one on the same documents."""
-    rng = np.random.default_rng(0)
-    drawn = rng.integers(0, len(made), (_RESAMPLES, len(made)))
-    rates = made[drawn].sum(axis=1)
-    values = rates[:, 0] / rates[:, 1]
+    drawn = resampled(made)
+    rates = drawn[:, 0] / drawn[:, 1]
     if against is not None:
-        others = against[drawn].sum(axis=1)
-        values = values / (others[:, 0] / others[:, 1])
-    return [float(value) for value in np.quantile(values, [0.025, 0.975])]
+        others = resampled(against)
+        rates = rates / (others[:, 0] / others[:, 1])
+    return list(interval(rates))
 
 
 def measured(args: Any) -> CostModel:

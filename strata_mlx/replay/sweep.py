@@ -18,14 +18,14 @@ from ..intervals import interval, resampled
 from ..speculation.calibration import Calibration
 from ..speculation.decoder import default_steps
 from ..speculation.economic import EconomicPolicy
-from ..speculation.fitting import Floats, Trials, brier, calibration_error, reliability, trials
+from ..speculation.fitting import Floats, Trials, brier, calibration_error, reliability
 from ..speculation.pacing import Pacer
 from ..speculation.record import Round
 from ..speculation.retention import PATHS, FloorGate, Retention, RetentionPolicy
 from .costs import Clock, CostModel, Storage
 from .recording import Document, Recording
 from .replayer import Counts, Replayed, replay
-from .tuning import PLAIN, calibrate, tune
+from .tuning import PLAIN, calibrate, trials_of, tune
 
 SCHEDULES = ((0.10, 0.35, 0.55), (0.30, 0.55, 0.70), (0.50, 0.70, 0.85))
 KINDS = ("plain", "flat", "schedule", "cumulative", "composed", "economic")  # of which one is chosen
@@ -182,7 +182,7 @@ def run(recording: Recording, way: Way, machine: Machine) -> Outcome:
 
 def judge(held: Recording, calibration: Calibration) -> list[dict[str, Any]]:
     """How reliable raw confidence and ``calibration`` are, by chain position and for all."""
-    data = trials([each.p for each in held.documents], [each.agree for each in held.documents])
+    data = trials_of(held)
     predicted = data.predicted(calibration)
     rows = []
     for position in range(held.header.steps):

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..speculation.calibration import Calibration
 from ..speculation.economic import EconomicPolicy
-from ..speculation.fitting import fit, trials
+from ..speculation.fitting import Trials, fit, trials
 from ..speculation.record import Round
 from ..speculation.retention import RetentionPolicy
 from .costs import CostModel
@@ -32,8 +32,12 @@ PLAIN = _NoDrafts()
 
 def calibrate(recording: Recording) -> Calibration:
     """The calibration of all documents together."""
-    documents = recording.documents
-    return fit(trials([each.p for each in documents], [each.agree for each in documents]))[0]
+    return fit(trials_of(recording))[0]
+
+
+def trials_of(recording: Recording) -> Trials:
+    """What a calibration is fitted to, and judged by."""
+    return trials([each.p for each in recording.documents], [each.agree for each in recording.documents])
 
 
 def tune(recording: Recording, costs: CostModel, calibration: Calibration, **options: Any) -> EconomicPolicy:
