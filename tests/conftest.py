@@ -1,8 +1,11 @@
 import signal
 import sys
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
+
+Report = Callable[[str, str | None], None]
 
 # The machine may be busy: how long an example takes says nothing.
 settings.register_profile("patient", deadline=None)
@@ -27,3 +30,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f"{len(kills)} mutants killed")
         for name, killer in sorted(kills):
             terminalreporter.write_line(f"{name}: {killer}")
+
+
+@pytest.fixture
+def report(record_property: Callable[[str, object], None]) -> Report:
+    """How the tests with mutants say what killed each."""
+
+    def say(name: str, killer: str | None) -> None:
+        record_property("killed_by", killer)
+        print(f"mutant {name}: killed by {killer}")
+        assert killer is not None
+
+    return say

@@ -1,6 +1,5 @@
 """A tiny model whose head is sometimes right, what was recorded of it, and costs that tell every part of a round."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.nn as nn
@@ -15,8 +14,6 @@ VOCABULARY = 5
 PROMPTS = ([1, 2, 3, 0, 1], [i * i * 7 % VOCABULARY for i in range(21)], [2, 1])
 TOKENS = 24
 COSTS = Costs(0.8, (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75), (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7), 0.03, 0.05, 0.5)
-
-Report = Callable[[str, str | None], None]
 
 
 @pytest.fixture(scope="session")
@@ -38,15 +35,3 @@ def recording(model: nn.Module) -> Recording:
 @pytest.fixture(scope="session")
 def costs() -> CostModel:
     return CostModel({}, COSTS, COSTS, read=0.2, expert_bytes=1e6, pair=1e-4)
-
-
-@pytest.fixture
-def report(record_property: Callable[[str, object], None]) -> Report:
-    """How the tests with mutants say what killed each."""
-
-    def say(name: str, killer: str | None) -> None:
-        record_property("killed_by", killer)
-        print(f"mutant {name}: killed by {killer}")
-        assert killer is not None
-
-    return say

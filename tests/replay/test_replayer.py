@@ -18,9 +18,10 @@ from strata_mlx.replay.recording import Recording
 from strata_mlx.replay.replayer import Replayed, _Text, replay
 from strata_mlx.replay.slots import LayerSlots
 from strata_mlx.speculation.record import Round
+from tests.conftest import Report
 from tests.errors import refuses
 from tests.experts.streamed import EXPERTS, TOP_K, streamed
-from tests.replay.conftest import COSTS, Report
+from tests.replay.conftest import COSTS
 
 
 class Scripted:

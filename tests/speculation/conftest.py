@@ -1,6 +1,5 @@
-"""Models with an MTP head, tiny ones of every family that has one and the embedded one; and how mutants die."""
+"""Models with an MTP head, tiny ones of every family that has one and the embedded one."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 from strata_mlx import load
 from tests.tiny import make_checkpoint
 
-Report = Callable[[str, str | None], None]
 WITH_HEAD = ("qwen3_next", "qwen3_5_moe")
 
 
@@ -32,15 +30,3 @@ def model(request: pytest.FixtureRequest, pairs: dict[str, Any]) -> nn.Module:
 @pytest.fixture(scope="session")
 def embedded() -> Any:
     return load(mtp=True)
-
-
-@pytest.fixture
-def report(record_property: Callable[[str, object], None]) -> Report:
-    """How the tests with mutants say what killed each."""
-
-    def say(name: str, killer: str | None) -> None:
-        record_property("killed_by", killer)
-        print(f"mutant {name}: killed by {killer}")
-        assert killer is not None
-
-    return say

@@ -8,8 +8,8 @@ import pytest
 from mlx_lm.sample_utils import apply_top_k
 
 from strata_mlx.speculation import acceptance
+from tests.conftest import Report
 from tests.speculation.acceptance_properties import PROPERTIES
-from tests.speculation.conftest import Report
 
 keep_probabilities, residual_logits = acceptance.keep_probabilities, acceptance.residual_logits
 sampling_logprobs = acceptance.sampling_logprobs

@@ -21,8 +21,8 @@ from strata_mlx.speculation.economic import EconomicController, EconomicGate, Ec
 from strata_mlx.speculation.pacing import SHARE, Pacer
 from strata_mlx.speculation.record import Round
 from strata_mlx.speculation.retention import PATHS, Gate, RetentionPolicy
+from tests.conftest import Report
 from tests.errors import refuses
-from tests.speculation.conftest import Report
 from tests.speculation.test_decoder import COUNT, PROMPT, Script, decode, plain
 from tests.strategies import economic_policies, likelihoods, observations
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
 from strata_mlx.speculation.retention import FloorGate, RetentionPolicy
-from tests.speculation.conftest import Report
+from tests.conftest import Report
 from tests.speculation.retention_properties import PROPERTIES, Check
 from tests.strategies import observations, retention_policies
 
