@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
 from ..errors import InputError
+from ..routing.policy import named_policy
 from .experts import add_memory
 from .options import add_model, number
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     import mlx.nn as nn
 
-    from ..routing import RoutingPolicy
     from ..texts import Tokens
 
 SHARE = 4  # of a layer's experts, one in so many has a slot where nobody says how many
@@ -104,18 +104,6 @@ def blocks_top_k(model: nn.Module) -> int:
     from ..models.moe import blocks
 
     return max(block.top_k for block in blocks(model))
-
-
-def named_policy(text: str) -> RoutingPolicy:
-    """A routing policy from JSON text or a JSON file."""
-    from ..routing import RoutingPolicy
-
-    if text.lstrip().startswith("{"):
-        return RoutingPolicy.from_json(text)
-    try:
-        return RoutingPolicy.from_json(Path(text).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--route-policy {text}: neither a policy file nor JSON ({error})") from None
 
 
 def read_documents(args: argparse.Namespace, tokenizer: Any) -> list[Tokens]:

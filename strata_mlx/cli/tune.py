@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from .evaluate import SHARE, add_data, blocks_top_k, describe, named_policy, progress
+from ..jsonfile import read_json
+from ..routing.policy import named_policy
+from .evaluate import SHARE, add_data, blocks_top_k, describe, progress
 from .experts import add_memory
 from .options import add_model, number
 
@@ -122,12 +124,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _read_evaluation(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"--evaluation {path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"--evaluation {path}: not valid JSON ({error})") from error
+    value = read_json(path, f"--evaluation {path}")
     needed = {"name", "slots", "misses", "perplexity", "price", "price_interval", "agreement", "kl"}
     rows = value.get("rows") if isinstance(value, dict) else None
     if (

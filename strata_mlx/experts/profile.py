@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ..errors import InputError
+from ..jsonfile import read_json
 from ..models.plan import ModelPlan
 from .streaming import Streaming
 
@@ -122,12 +123,7 @@ def _check_destination(path: Path) -> None:
 
 def _read(path: Path, model: Mapping[str, Any]) -> dict[int, LayerProfile]:
     where, again = f"--expert-profile {path}", "remove the file to begin a new one"
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{where}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not valid JSON ({error}); {again}") from error
+    record = read_json(path, where, again)
     if not isinstance(record, dict) or not isinstance(record.get("layers"), dict):
         raise InputError(f"{where}: not an expert profile; {again}")
     if record.get("version") != VERSION:

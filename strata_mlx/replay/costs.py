@@ -30,6 +30,7 @@ from ..device import compute_dtype_of
 from ..errors import Fault, InputError
 from ..experts.stream import SPLIT_SECONDS, StreamedExperts
 from ..experts.streaming import streaming_of
+from ..jsonfile import read_json
 from ..models.moe import MoEBlock, blocks
 from ..models.trunk import Trunk
 from ..speculation.decoder import SpeculativeDecoder
@@ -119,12 +120,7 @@ class CostModel:
     @classmethod
     def load(cls, path: Path) -> CostModel:
         """Read what save() wrote. Raises InputError, naming the file, for anything else."""
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror})") from error
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}: not valid JSON ({error})") from error
+        value = read_json(path, str(path))
         found = value.pop("version", None) if isinstance(value, dict) else None
         if found != VERSION:
             raise InputError(f"{path}: not a cost model of version {VERSION}: measure it again")

@@ -196,7 +196,7 @@ class RoutingPolicy:
         Raises:
             InputError: as ``from_env`` and ``from_json``, or a policy file that cannot be read.
         """
-        base = cls.from_env(environ) if args.route_policy is None else _named_policy(args.route_policy)
+        base = cls.from_env(environ) if args.route_policy is None else named_policy(args.route_policy)
         flags = ("moce_bonus", "r1_bonus", "protect", "draft_moce")
         given = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
         return replace(base, **given)
@@ -223,7 +223,7 @@ _VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
 }
 
 
-def _named_policy(text: str) -> RoutingPolicy:
+def named_policy(text: str) -> RoutingPolicy:
     """What ``--route-policy`` means: JSON text, a kind that needs no parameter, or else a file."""
     if text.lstrip().startswith("{"):
         return RoutingPolicy.from_json(text)

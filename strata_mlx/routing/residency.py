@@ -1,6 +1,5 @@
 """Which experts of each layer are in memory."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_mlx.errors import InputError
+from strata_mlx.jsonfile import read_json
 
 
 class ResidencyMap(Protocol):
@@ -52,12 +52,7 @@ class Residency:
 
         Raises InputError that names the file, for one that is broken or names a layer or an expert that there is not.
         """
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(f"{option} {path}: cannot be read ({error.strerror})") from error
-        except ValueError as error:
-            raise InputError(f"{option} {path}: not valid JSON ({error})") from error
+        value = read_json(path, f"{option} {path}")
         if not isinstance(value, dict):
             raise InputError(f'{option} {path}: expected an object such as {{"0": [3, 17]}}')
         layers = {}
