@@ -119,7 +119,7 @@ class Caches:
         """Each document needs the experts ``ids [B, K]``, as StreamedExperts does for one row."""
         for document, row in enumerate(ids):
             table = self.tables[document][layer]
-            table.used(row[None], False)
+            table.used(row[None])
             missing = row[table.slot_of[row] < 0]
             if len(missing):
                 self.evicting[document] += max(0, len(missing) - table.free)

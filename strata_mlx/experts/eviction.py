@@ -27,8 +27,8 @@ Ids = NDArray[np.integer[Any]]
 class Eviction(Protocol):
     """The eviction policy of one layer. Ids are of experts, from 0 to E - 1, and no row holds one twice."""
 
-    def used(self, ids: Ids, prefill: bool) -> None:
-        """The rows of a window have selected the experts ``ids [T, K]``. prefill: they are of a prompt."""
+    def used(self, ids: Ids) -> None:
+        """The rows of a window have selected the experts ``ids [T, K]``."""
 
     def victims(self, candidates: Ids, count: int) -> Ids:
         """The ``count`` of ``candidates [C]`` that are to be evicted, the one that is missed least first."""
@@ -57,7 +57,7 @@ class LRU:
         self._scores = scores  # [E]
         self._rows = float(scores.max())
 
-    def used(self, ids: Ids, prefill: bool) -> None:  # noqa: ARG002
+    def used(self, ids: Ids) -> None:
         rows = len(ids)
         # Of repeated ids, NumPy leaves behind what is assigned last.
         self._scores[ids] = self._rows + 1 if rows == 1 else np.arange(1, rows + 1)[:, None] + self._rows
@@ -82,7 +82,7 @@ class DecayedFrequency:
         self._weight = 1.0  # of a use in the latest row: it grows, so that nothing else need shrink row by row
         self._name, self._growth = name, 2 ** (1 / HALF_LIVES[name])
 
-    def used(self, ids: Ids, prefill: bool) -> None:  # noqa: ARG002
+    def used(self, ids: Ids) -> None:
         if len(ids) > 1 or self._weight > _LARGEST_WEIGHT:
             age = np.arange(len(ids))[::-1]
             self._scores *= self._growth ** -len(ids) / self._weight

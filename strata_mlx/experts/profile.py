@@ -75,7 +75,7 @@ class ExpertProfile:
             streaming.warm(wanted, bar.update)
         for index, table in streaming.tables.items():
             if order := wanted.get(index):
-                table.eviction.used(np.array(order[::-1])[:, None], prefill=False)
+                table.eviction.used(np.array(order[::-1])[:, None])
 
     def save(self, streaming: Streaming) -> None:
         """Write what was known before and what ``streaming`` has learned. The file appears complete or stays as it was.

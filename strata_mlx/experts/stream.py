@@ -91,7 +91,7 @@ class StreamedExperts(nn.Module):
         if promise is None or result is None or outputs is not promise.outputs:
             result = mix(outputs)
         evaluate(result, "computing experts", wait=False)
-        self.table.used(chosen.reshape(-1, chosen.shape[-1]), rows > DECODE_ROWS)
+        self.table.used(chosen.reshape(-1, chosen.shape[-1]))
         if rows > DECODE_ROWS:  # results of many rows are not kept until the next window
             self._pool.settle()
         waited = launched - start + known - ready

@@ -115,13 +115,13 @@ class SlotTable:
         self.recover()
         return moving
 
-    def used(self, ids: Ids, prefill: bool) -> None:
+    def used(self, ids: Ids) -> None:
         """Count what the rows of a window selected, ``[T, K]``, and tell the eviction policy."""
         if len(ids) == 1:
             self.counts[ids[0]] += 1
         else:
             self.counts += np.bincount(ids.ravel(), minlength=self.counts.size)
-        self.eviction.used(ids, prefill)
+        self.eviction.used(ids)
         self._ranked_at = -1
 
     def _victims(self, count: int, keep: Ids) -> list[int]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..experts.eviction import Ids, make_eviction
 from ..experts.table import SlotTable
-from ..experts.waves import DECODE_ROWS, by_use, waves
+from ..experts.waves import by_use, waves
 
 
 class LayerSlots:
@@ -35,7 +35,7 @@ class LayerSlots:
                 missing, staying = by_use(table, chosen, missing)
             for wave, keep in waves(table, missing, staying):
                 table.commit(table.reserve(wave.tolist(), keep))
-        table.used(chosen, rows > DECODE_ROWS)
+        table.used(chosen)
         return len(needed), len(missing)
 
 

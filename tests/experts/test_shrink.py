@@ -135,7 +135,7 @@ def tables(draw: st.DrawFn) -> SlotTable:
     chosen = [*sorted(pinned), *order][: draw(st.integers(len(pinned), slots))]
     table.commit(table.reserve(chosen, NONE))
     for expert in draw(st.lists(st.sampled_from(range(experts)), max_size=10)):
-        table.used(np.array([[expert]]), prefill=False)
+        table.used(np.array([[expert]]))
     return table
 
 
@@ -164,7 +164,7 @@ def test_as_many_as_fit_stay_and_those_that_the_policy_would_keep(table: SlotTab
 def test_selections_are_counted(windows: list[list[list[int]]]) -> None:
     table = SlotTable(8, 4, make_eviction("lru", 8))
     for window in windows:
-        table.used(np.array(window), prefill=len(window) > 1)
+        table.used(np.array(window))
     picks = [expert for window in windows for row in window for expert in row]
     assert table.counts.tolist() == [picks.count(expert) for expert in range(8)]
 

@@ -31,7 +31,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(ids=st.lists(st.permutations(range(EXPERTS)).map(lambda row: row[:3]), min_size=1, max_size=3))
     def use(self, ids: list[list[int]]) -> None:
-        self.table.used(np.array(ids), len(ids) > 1)
+        self.table.used(np.array(ids))
 
     @rule(wanted=experts, keep=experts, fate=st.sampled_from(["good", "good", "bad", "half"]), early=st.booleans())
     def fetch(self, wanted: set[int], keep: set[int], fate: str, early: bool) -> None:
@@ -174,7 +174,7 @@ def test_what_leaves_first_is_known_before_it_is_asked_for() -> None:
         for table in (early, late):
             missing = ids[0][table.slot_of[ids[0]] < 0].tolist()
             table.commit(table.reserve(missing, ids[0]))
-            table.used(ids, False)
+            table.used(ids)
         assert (early.slot_of == late.slot_of).all()
 
 
@@ -184,7 +184,7 @@ def test_a_window_of_hits_alone_changes_who_leaves_first() -> None:
         table.rank(2)
         if missing := ids[0][table.slot_of[ids[0]] < 0].tolist():
             table.commit(table.reserve(missing, ids[0]))
-        table.used(ids, False)
+        table.used(ids)
     table.rank(2)
     table.commit(table.reserve([2], np.array([2])))
     assert table.resident.nonzero()[0].tolist() == [0, 2]
