@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import Fault, InputError
 from .routing.policy import RoutingPolicy
-from .speculation.calibration import MAX_POSITIONS, known, read_json
+from .speculation.calibration import MAX_POSITIONS
 from .speculation.economic import KIND, EconomicPolicy
 from .speculation.retention import PATHS, RetentionPolicy
+from .values import json_object, known
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -126,7 +127,7 @@ class Policy:
             InputError: not a JSON object, another format or version, an unknown or repeated key, or a value that the
                 policy refuses.
         """
-        values = read_json("policy", text)
+        values = json_object("policy", text)
         if values.pop("format", None) != FORMAT:
             raise InputError(f'policy: not a policy of strata_mlx, which says "format": "{FORMAT}"')
         if (found := values.pop("version", None)) != VERSION:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from ..jsonfile import read_json
 from ..routing.policy import named_policy
+from ..values import read_json
 from .evaluate import SHARE, add_data, blocks_top_k, describe, progress
 from .experts import add_memory
 from .options import add_model, number

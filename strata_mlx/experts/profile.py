@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ..errors import InputError
-from ..jsonfile import read_json
 from ..models.plan import ModelPlan
+from ..values import read_json
 from .streaming import Streaming
 
 VERSION = 1

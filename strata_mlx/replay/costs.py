@@ -30,12 +30,12 @@ from ..device import compute_dtype_of
 from ..errors import Fault, InputError
 from ..experts.stream import SPLIT_SECONDS, StreamedExperts
 from ..experts.streaming import streaming_of
-from ..jsonfile import read_json
 from ..models.moe import MoEBlock, blocks
 from ..models.trunk import Trunk
 from ..speculation.decoder import SpeculativeDecoder
 from ..speculation.pacing import FIRST_STEPS
 from ..speculation.record import Round
+from ..values import read_json
 from .recording import STEPS, fingerprint
 
 VERSION = 1

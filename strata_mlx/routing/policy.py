@@ -15,13 +15,12 @@ Five kinds share one dataclass:
 
 import argparse
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as dataclass_fields
 from functools import lru_cache
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_mlx.errors import InputError
+from strata_mlx.values import json_object, known, number
 
 HEAD, DRAFT = 0, 1  # first axis of the tables: the kind of row
 FACTOR, INVERSE = 0, 1  # second axis of the tables
@@ -84,7 +84,7 @@ class RoutingPolicy:
         if self.kind not in KINDS:
             raise InputError(f"routing policy: kind is {self.kind!r}, expected one of {', '.join(KINDS)}")
         for name in ("moce_bonus", "r1_bonus", "prior_lambda", "mass", "margin"):
-            object.__setattr__(self, name, _finite(name, getattr(self, name)))
+            object.__setattr__(self, name, number(f"routing policy: {name}", getattr(self, name)))
         object.__setattr__(self, "protect", _count("protect", self.protect, least=0))
         if self.max_rank is not None:
             object.__setattr__(self, "max_rank", _count("max_rank", self.max_rank, least=1))
@@ -143,16 +143,7 @@ class RoutingPolicy:
         Raises:
             InputError: not a JSON object, an unknown or repeated key, or a value that the policy refuses.
         """
-        try:
-            values = json.loads(text, object_pairs_hook=_without_duplicates)
-        except json.JSONDecodeError as error:
-            raise InputError(f"routing policy: not valid JSON ({error})") from None
-        if not isinstance(values, dict):
-            raise InputError(f"routing policy: expected a JSON object, found {type(values).__name__}")
-        unknown = sorted(set(values) - set(_DEFAULTS))
-        if unknown:
-            raise InputError(f"routing policy: unknown {', '.join(unknown)}; the fields are {', '.join(_DEFAULTS)}")
-        return cls(**values)
+        return cls(**known("routing policy", json_object("routing policy", text), cls))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "RoutingPolicy":
@@ -275,26 +266,7 @@ def _check_scales(moce_bonus: float, r1_bonus: float) -> None:
         raise InputError(f"routing policy: a scale's inverse is below float32's normal range ({settings})")
 
 
-def _finite(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise InputError(f"routing policy: {name} is {value!r}, expected a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise InputError(f"routing policy: {name} is {number}, expected a finite number")
-    return number
-
-
 def _count(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise InputError(f"routing policy: {name} is {value!r}, expected a whole number, at least {least}")
     return int(value)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise InputError(f"routing policy: a key is given twice in {[name for name, _ in pairs]}")
-    return values

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_mlx.errors import InputError
-from strata_mlx.jsonfile import read_json
+from strata_mlx.values import read_json
 
 
 class ResidencyMap(Protocol):

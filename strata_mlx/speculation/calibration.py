@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import reprlib
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from dataclasses import fields as dataclass_fields
 from itertools import pairwise
-from numbers import Real
 from typing import Any
 
 from ..errors import InputError
+from ..values import items, json_object, known, number, numbers
 
 SMALLEST = 1e-7  # confidences, and products of them, are kept this far from 0 and 1
 MAX_POSITIONS = 8
@@ -124,69 +122,12 @@ class Calibration:
     @classmethod
     def from_json(cls, text: str) -> Calibration:
         """What ``to_json`` wrote. Raises InputError for anything else."""
-        return cls.from_dict(read_json("calibration", text))
+        return cls.from_dict(json_object("calibration", text))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Calibration:
         """As from_json(), parsed already."""
         return cls(**known("calibration", values, cls, required=("curves",)))
-
-
-def read_json(what: str, text: str) -> dict[str, Any]:
-    """The JSON object in ``text``. Raises InputError that begins with ``what``: no object, or a key given twice."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values = dict(pairs)
-        if len(values) != len(pairs):
-            raise InputError(f"{what}: a key is given twice in {[name for name, _ in pairs]}")
-        return values
-
-    try:
-        values = json.loads(text, object_pairs_hook=unique)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"{what}: not valid JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{what}: expected a JSON object, found {type(values).__name__}")
-    return values
-
-
-def known(what: str, values: object, cls: type, required: Sequence[str] = ()) -> dict[str, Any]:
-    """``values``, if they are an object with fields of ``cls`` alone and with the ``required`` ones. Raises InputError
-    that begins with ``what``.
-    """
-    names = [field.name for field in dataclass_fields(cls)]
-    if not isinstance(values, dict):
-        raise InputError(f"{what}: expected an object with the fields {', '.join(names)}")
-    if unknown := sorted(set(values) - set(names)):
-        raise InputError(f"{what}: unknown {', '.join(unknown)}; the fields are {', '.join(names)}")
-    if missing := [name for name in required if name not in values]:
-        raise InputError(f"{what}: {', '.join(missing)} missing")
-    return values
-
-
-def items(what: str, values: object) -> list[Any]:
-    """What is in the list, tuple or array ``values``. Raises InputError that begins with ``what``."""
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise InputError(f"{what} is {reprlib.repr(values)}, expected a list")
-    return list(values)
-
-
-def numbers(what: str, values: object) -> tuple[float, ...]:
-    """``values`` as finite floats. Raises InputError that begins with ``what``."""
-    return tuple(number(f"{what}[{i}]", value) for i, value in enumerate(items(what, values)))
-
-
-def number(what: str, value: object) -> float:
-    """``value`` as a finite float. Raises InputError that begins with ``what``."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise InputError(f"{what} is {reprlib.repr(value)}, expected a number")
-    try:
-        result = float(value)
-    except OverflowError:
-        result = math.inf
-    if not math.isfinite(result):
-        raise InputError(f"{what} is {reprlib.repr(value)}, expected a finite number")
-    return result
 
 
 def _finite(name: str, value: object) -> float:

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError
-from .calibration import MAX_POSITIONS, Calibration, items, known, number, numbers, read_json
+from ..values import items, json_object, known, number, numbers
+from .calibration import MAX_POSITIONS, Calibration
 from .economics import best_k, best_rate, expected_tokens
 from .pacing import Pacer
 from .record import Round
@@ -106,7 +107,7 @@ class EconomicPolicy:
     @classmethod
     def from_json(cls, text: str) -> EconomicPolicy:
         """The policy that ``to_json`` wrote. Raises InputError for anything else."""
-        values: dict[str, Any] = read_json("economic policy", text)
+        values: dict[str, Any] = json_object("economic policy", text)
         if (kind := values.pop("kind", None)) != KIND:
             raise InputError(f"economic policy: kind is {kind!r}, expected {KIND!r}")
         required = ("calibration", "plain_seconds", "draft_seconds", "verify_seconds", "chains")

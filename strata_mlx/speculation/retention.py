@@ -14,11 +14,11 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from dataclasses import fields as dataclass_fields
 from numbers import Real
 from typing import Any, Protocol, SupportsFloat
 
 from ..errors import InputError
+from ..values import json_object, known
 from .record import Round
 
 SCHEDULE_VARIABLE = "STRATA_METAL_SPEC_MIN_P_SCHEDULE"
@@ -161,17 +161,7 @@ class RetentionPolicy:
         Raises:
             InputError: not a JSON object, an unknown or repeated key, or a value that the policy refuses.
         """
-        try:
-            values = json.loads(text, object_pairs_hook=_without_duplicates)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise InputError(f"retention policy: not valid JSON ({error})") from None
-        if not isinstance(values, dict):
-            raise InputError(f"retention policy: expected a JSON object, found {type(values).__name__}")
-        names = [field.name for field in dataclass_fields(cls)]
-        unknown = sorted(set(values) - set(names))
-        if unknown:
-            raise InputError(f"retention policy: unknown {', '.join(unknown)}; the fields are {', '.join(names)}")
-        return cls(**values)
+        return cls(**known("retention policy", json_object("retention policy", text), cls))
 
     @classmethod
     def from_env(cls, min_p: float = 0.0, environ: Mapping[str, str] | None = None) -> RetentionPolicy:
@@ -354,10 +344,3 @@ def observed(p: SupportsFloat) -> float:
         return float("inf")
     except (TypeError, ValueError):
         raise InputError(f"retention: a draft's probability is {reprlib.repr(p)}, expected a number") from None
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise InputError(f"retention policy: a key is given twice in {[name for name, _ in pairs]}")
-    return values
