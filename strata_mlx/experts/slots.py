@@ -28,11 +28,11 @@ Targets = Sequence[NDArray[Any]]  # where the fields of one expert are to be wri
 class SlotPool(Protocol):
     """Slots for the experts of one layer.
 
-    splits: whether the pairs of a window may be dealt out to several calls without changing a bit of any result. GPU
-    kernels are chosen by the number of rows.
+    pads: whether a call for a part of a window's pairs computes other bits than one for all of them, unless it has as
+    many pairs as choose the same kernel.
     """
 
-    splits: bool
+    pads: bool
 
     def __call__(self, x: mx.array, slots: NDArray[np.int32]) -> mx.array:
         """Apply the experts in ``slots [..., K]`` to ``x [..., D]``, lazily: ``[..., K, D]``."""
@@ -98,7 +98,7 @@ class UnifiedSlots:
     """
 
     def __init__(self, experts: nn.Module, fields: Sequence[Field], count: int):
-        self.splits = on_cpu()
+        self.pads = not on_cpu()
         self._fields = fields
         self._arrays = [_page_aligned(field, count) for field in fields]
         self._views = [_view(array) for array in self._arrays]
@@ -147,7 +147,7 @@ class StagedSlots:
     """
 
     def __init__(self, experts: nn.Module, fields: Sequence[Field], count: int):
-        self.splits = on_cpu()
+        self.pads = not on_cpu()
         self._arrays = [mx.zeros((count, *field.shape), field.dtype) for field in fields]
         evaluate(self._arrays, f"making room for {count} experts")
         self._experts = _with_parameters(experts, fields, self._arrays)

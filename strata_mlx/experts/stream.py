@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .store import ExpertStore
 
 SPLIT_SECONDS = 1e-3  # of reading, from which on it pays to compute with the resident experts apart
+# Pairs from which on another kernel computes: mlx-lm sorts them from 64 on, and CUDA's gather_qmm has one for few.
+KERNEL_CHANGES = (64, 8)
 TIME_ONE_IN = 64  # computations that reads overlap, to know which reads the device had to wait for
 
 
@@ -119,7 +121,7 @@ class StreamedExperts(nn.Module):
             if not table.fits(missing, needed):
                 return self._in_groups(x, chosen, *by_use(table, chosen, missing))
             slow = len(missing) * self._read_seconds > SPLIT_SECONDS
-            if slow and self._pool.splits and len(missing) < len(needed):
+            if slow and len(missing) < len(needed):
                 return self._in_groups(x, chosen, missing, needed)
             self._fetch(missing, needed)
             slots = table.slot_of[chosen]
@@ -153,12 +155,18 @@ class StreamedExperts(nn.Module):
 
     def _pairs(self, x: mx.array, flat: Ids, entries: Ids, shape: tuple[int, ...]) -> mx.array:
         """Begin to compute the pairs ``token * K + rank``: ``[..., N, D]`` of one token, ``[N, 1, D]`` of several."""
+        count = len(entries)
+        if self._pool.pads:
+            least = next((pairs for pairs in KERNEL_CHANGES if flat.size >= pairs), 0)
+            entries = np.pad(entries, (0, max(0, least - count)), mode="edge")
         slots = self.table.slot_of[flat[entries]]
         if flat.size == shape[-1]:
             result = self._pool(x, slots.reshape(*shape[:-1], -1))
         else:
             tokens = mx.array(entries // shape[-1])
             result = self._pool(x.reshape(-1, x.shape[-1])[tokens], slots[:, None])
+        if len(entries) > count:
+            result = result[..., :count, :] if flat.size == shape[-1] else result[:count]
         evaluate(result, "computing experts", wait=False)
         return result
 

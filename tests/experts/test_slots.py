@@ -82,7 +82,7 @@ def test_rows_may_be_dealt_out_where_a_pool_says_so(kind: Callable[..., SlotPool
     for precision in ("float32", "4 bits"):
         whole = resident(precision)
         pool = kind(resident(precision), fields_of(whole), EXPERTS)
-        assert pool.splits
+        assert not pool.pads
         put(pool, whole, [(expert, expert) for expert in range(EXPERTS)])
         x = window(48)
         ids = np.array([[np.random.default_rng(i).permutation(EXPERTS)[:2] for i in range(48)]])

@@ -17,10 +17,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.switch_layers import SwitchGLU
 
 from strata_mlx import Fault, load, stream_generate
 from strata_mlx.experts.slots import StagedSlots, UnifiedSlots
-from strata_mlx.experts.stream import StreamedExperts
+from strata_mlx.experts.stream import KERNEL_CHANGES, StreamedExperts
 from strata_mlx.experts.streaming import streaming_of
 from strata_mlx.experts.table import SlotTable
 from tests.experts.streamed import EXPERTS, TOP_K, checkpoint, logits, reads, same, splitting, streamed
@@ -73,6 +74,25 @@ def test_no_slot_count_or_thread_changes_a_bit(
             model = streamed(folder, slots, kind=kind, threads=threads, eviction=eviction)
             assert same(logits(model), expected)
             assert same(logits(model), expected)
+
+
+class OnAGPU(UnifiedSlots):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.pads = True
+
+
+@pytest.mark.parametrize("kind", [OnAGPU, pytest.param(UnifiedSlots, marks=pytest.mark.xfail(strict=True))])
+def test_a_part_of_a_window_is_computed_by_the_kernel_of_all_of_it(folder: Path, kind: Callable[..., Any]) -> None:
+    """Where another number of pairs means another kernel, whose results have other bits: here, quite other values."""
+    original = SwitchGLU.__call__
+
+    def by_count(self: SwitchGLU, x: mx.array, indices: mx.array) -> mx.array:
+        return original(self, x, indices) * (1.0 + 0.25 * sum(indices.size >= pairs for pairs in KERNEL_CHANGES))
+
+    with patch.object(SwitchGLU, "__call__", by_count), splitting(True):
+        expected = logits(load(folder)[0])
+        assert all(same(logits(streamed(folder, slots, kind=kind)), expected) for slots in (TOP_K, 8, EXPERTS - 1))
 
 
 def test_slots_may_differ_by_layer(folder: Path, expected: list[Any]) -> None:
