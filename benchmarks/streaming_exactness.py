@@ -1,7 +1,7 @@
 """Does streaming experts from disk change a single bit of the embedded model's logits?
 
 Held-out prompts are continued greedily by models with few slots per layer, and every row of logits is compared with
-that of the model that has all experts in memory: plain decoding and speculative decoding with the MTP head (the head's
+that of the same files with all experts in memory: plain decoding and speculative decoding with the MTP head (the head's
 own logits and those of rejected drafts included); least recently used and frequency eviction; 1 and 8 reading threads;
 stacked experts, separate experts (Hugging Face's layout) and the packed layout.
 
@@ -34,6 +34,7 @@ from strata_mlx.checkpoint.convert import Conversion, convert
 from strata_mlx.experts.disk import DiskSettings
 from strata_mlx.experts.streaming import streaming_of
 from strata_mlx.hub import EMBEDDED
+from strata_mlx.loading import load_tokenizer
 from strata_mlx.models.plan import plan_model
 from strata_mlx.models.trunk import Trunk
 from strata_mlx.prefill import make_cache
@@ -108,7 +109,7 @@ def recorded() -> Iterator[Rows]:
 
     with patch.object(Trunk, "logits", logits):
         yield result
-    result.extend(np.array(array).reshape(-1, array.shape[-1]) for array in rows)
+    result.extend(np.array(array.astype(mx.float32)).reshape(-1, array.shape[-1]) for array in rows)
 
 
 def decode(model: nn.Module, prompt: list[int], tokens: int, decoding: str) -> Rows:
@@ -181,11 +182,13 @@ def changed_expert(folder: Path, prompts: list[list[int]], expected: list[Rows])
 
 def run(work: Path, args: Any) -> dict[str, Any]:
     folders = layouts(work / "layouts")
-    model, tokenizer = load(mtp=True)
-    prompts = heldout.windows(tokenizer, args.prompts, PROMPT_TOKENS)
-    expected = {way: [decode(model, prompt, args.tokens, way) for prompt in prompts] for way in DECODING}
+    prompts = heldout.windows(load_tokenizer(Checkpoint.open(EMBEDDED)), args.prompts, PROMPT_TOKENS)
+    expected = {
+        layout: {way: [decode(model, prompt, args.tokens, way) for prompt in prompts] for way in DECODING}
+        for layout, model in ((layout, load(folder, mtp=True)[0]) for layout, folder in folders.items())
+    }
     rows = [
-        compare(folders[case.layout], case, prompts, args.tokens, expected)
+        compare(folders[case.layout], case, prompts, args.tokens, expected[case.layout])
         for case in tqdm(cases(args.slots, args.full), desc="Exactness", unit="case")
     ]
     return {
@@ -193,7 +196,7 @@ def run(work: Path, args: Any) -> dict[str, Any]:
         "rows_compared": sum(row["rows"] for row in rows),
         "prompts": args.prompts,
         "tokens": args.tokens,
-        "changed_expert": changed_expert(work / "changed", prompts, expected["plain"]),
+        "changed_expert": changed_expert(work / "changed", prompts, expected["stacked"]["plain"]),
         "cases": rows,
     }
 

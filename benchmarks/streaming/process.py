@@ -56,7 +56,8 @@ class Process:
         self.entry = entry
         setup = {"system": entry.system, "model": str(model), "slots": entry.slots, "work": str(work)}
         command = [python, str(SCRIPT), json.dumps({**setup, "options": entry.options})]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close())
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
