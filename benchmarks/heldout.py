@@ -10,6 +10,8 @@ from tqdm import tqdm
 from strata_mlx.replay.recording import STEPS, Recording, record
 from strata_mlx.texts import PACKAGES, installed
 
+_CHARACTERS = 64  # of a text, for each token wanted: more than any has, and less than what tokenizers warn of
+
 
 def documents(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
     """The Python files of ``packages``, in a fixed order that alternates between packages."""
@@ -20,7 +22,7 @@ def windows(tokenizer: object, count: int, length: int) -> list[list[int]]:
     """``count`` token sequences of ``length``, each from the beginning of another document."""
     result = []
     for text in documents():
-        tokens = tokenizer.encode(text)[:length]  # type: ignore[attr-defined]
+        tokens = tokenizer.encode(text[: _CHARACTERS * length])[:length]  # type: ignore[attr-defined]
         if len(tokens) == length:
             result.append(tokens)
         if len(result) == count:
