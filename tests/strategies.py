@@ -204,4 +204,5 @@ def economic_policies(draw: st.DrawFn, most: int = 4) -> EconomicPolicy:
         tuple(draw(st.lists(seconds, min_size=n + 1, max_size=n + 1))),
         tuple(draw(st.lists(chains, min_size=1, max_size=3))),
         draw(st.sampled_from([1.0, 0.75, 1.5])),
+        draw(st.sampled_from([0.0, 0.01])),
     )

@@ -59,7 +59,9 @@ def tune(recording: Recording, costs: CostModel, calibration: Calibration, **opt
     p = np.concatenate([each.p[: each.positions + 1 - steps] for each in recording.documents])
     chosen = np.random.default_rng(0).permutation(len(p))[:CHAINS]
     chains = tuple(tuple(chain) for chain in p[chosen].astype(np.float64).tolist())
-    return EconomicPolicy(calibration, plain_seconds, tuple(draft), tuple(verify), chains, THRIFT)
+    measured = costs.resident if options.get("slots") is None else costs.streamed
+    catch_up = measured.catch_up if measured else 0.0
+    return EconomicPolicy(calibration, plain_seconds, tuple(draft), tuple(verify), chains, THRIFT, catch_up)
 
 
 def _mean(rounds: list[Round], *parts: str) -> float:

@@ -46,6 +46,7 @@ class EconomicPolicy:
             chains of the text.
         thrift: what a second of a row is taken to be worth, in tokens, over what it earns at the moment. Less than 1
             keeps longer windows: what a row reads may be of use to later windows, which the seconds do not tell.
+        catch_up_seconds: of each token of the steps without drafts, which the head has to read before it drafts again.
 
     Raises:
         InputError: a value of the wrong type or out of its range, or lengths that do not go together.
@@ -57,9 +58,10 @@ class EconomicPolicy:
     verify_seconds: tuple[float, ...]
     chains: tuple[tuple[float, ...], ...]
     thrift: float = 1.0
+    catch_up_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("plain_seconds", "thrift"):
+        for name in ("plain_seconds", "thrift", "catch_up_seconds"):
             object.__setattr__(self, name, number(f"economic policy: {name}", getattr(self, name)))
         for name in ("draft_seconds", "verify_seconds"):
             object.__setattr__(self, name, numbers(f"economic policy: {name}", getattr(self, name)))
@@ -76,8 +78,10 @@ class EconomicPolicy:
             )
         if not chains or any(len(chain) != n or not all(0 <= p <= 1 for p in chain) for chain in chains):
             raise InputError(f"economic policy: chains must be at least one, of {n} confidences from 0 to 1")
-        if min(self.plain_seconds, self.thrift, *self.verify_seconds) <= 0 or min(self.draft_seconds) < 0:
-            raise InputError("economic policy: seconds and thrift must be positive, and seconds of drafts not negative")
+        if min(self.plain_seconds, self.thrift, *self.verify_seconds) <= 0:
+            raise InputError("economic policy: plain_seconds, verify_seconds and thrift must be positive")
+        if min(self.catch_up_seconds, *self.draft_seconds) < 0:
+            raise InputError("economic policy: draft_seconds and catch_up_seconds must be 0 or more, not negative")
 
     @property
     def steps(self) -> int:
@@ -135,6 +139,7 @@ class EconomicController:
         self._keep = 2 ** (-1 / _HALF_LIFE)
         self._seconds = self._expected = self._measured = _TRUST * self._plain
         self._tokens = self._seconds * policy.rate
+        self._behind = 0  # tokens that the draft head has not read
         self._shift, self._doubt = 0.0, _SPREAD
         chances = policy.chances
         self._typical = chances.mean(axis=0)  # [n]
@@ -172,7 +177,9 @@ class EconomicController:
         if self._worth[best] <= self._worth[current] + _MARGIN:
             best = current
         if best == 0 and not self._unknown:  # one probe at a time
-            if not self._pacer.affords(float(self._worth[0] - self._worth[1 : most + 1].max()) / self.rate):
+            expected = float(self._worth[0] - self._worth[1 : most + 1].max()) / self.rate
+            expected += self._policy.catch_up_seconds * self.pace * self._behind
+            if not self._pacer.affords(expected):
                 return 0
             best = 1 + int(np.argmax(self._worth[1 : most + 1]))
         return most if best and self._stepwise else best  # the stepwise gate stops where it should
@@ -206,6 +213,7 @@ class EconomicController:
         else:
             self._pacer.step(latest.seconds)
         self._unknown, self._drafted = False, made > 0
+        self._behind = 0 if made else self._behind + latest.committed
         self._worth = self._depths()
         best = int(np.argmax(self._worth))
         if self._worth[best] > self._worth[self._depth] + _MARGIN:

@@ -53,8 +53,11 @@ class Pacer:
         """Whether the next round should draft."""
         if self._always or self._steps < FIRST_STEPS:
             return self._always
-        return self.affords(sum(self._losses) / max(len(self._losses), 1))
+        return self.affords(0.0)
 
     def affords(self, expected: float) -> bool:
-        """Whether a round that is expected to lose so many seconds stays within the share."""
-        return self._loss + max(expected, 0.0) <= SHARE * self._elapsed
+        """Whether a round stays within the share that is expected to lose so many seconds, or as many as the latest
+        rounds did, if that is more.
+        """
+        latest = sum(self._losses) / max(len(self._losses), 1)
+        return self._loss + max(expected, latest) <= SHARE * self._elapsed

@@ -178,6 +178,12 @@ def test_a_slower_machine_changes_nothing_and_noise_does_not_make_it_change_its_
     assert sum(a != b for a, b in pairwise(noisy)) <= 25
 
 
+def test_what_a_head_has_to_catch_up_with_makes_probes_rarer() -> None:
+    policies = (DEAR, *(replace(DEAR, catch_up_seconds=c) for c in (0.008, 0.02)))
+    probes = [sum(each.drafted > 0 for each in live(policy, 2000, lambda *_: 0.0)) for policy in policies]
+    assert probes[0] > probes[1] > probes[2] == 0
+
+
 def test_the_first_round_counts_for_nothing() -> None:
     controller = GOOD.start()
     before = controller.rate
@@ -227,6 +233,8 @@ def test_it_says_what_it_is() -> None:
         ({"draft_seconds": (0.1,) * 9, "verify_seconds": (1.0,) * 10}, "1 to 8"),
         ({"draft_seconds": (0.1, 0.2, -0.3)}, "not negative"),
         ({"draft_seconds": 0.1}, "draft_seconds"),
+        ({"catch_up_seconds": -0.1}, "catch_up_seconds"),
+        ({"catch_up_seconds": math.nan}, "catch_up_seconds"),
         ({"verify_seconds": (1.0, 1.1, 1.2)}, "3 verify_seconds"),
         ({"verify_seconds": (1.0, 1.1, 1.2, 0.0)}, "positive"),
         ({"verify_seconds": (1.0, 1.1, 1.2, math.inf)}, "verify_seconds[3]"),
