@@ -24,6 +24,7 @@ const grow = (change) => {
 
 const theModel = async () => {
   model ??= (await (await request("v1/models")).json()).data[0].id;
+  write(find("model"), model);
   return model;
 };
 
@@ -121,6 +122,7 @@ const busy = (is) => {
   find("send").hidden = is;
   find("stop").hidden = !is;
   find("new").hidden = is || !said.length;
+  find("composer-hint").hidden = is || said.length > 0;
   log.setAttribute("aria-busy", String(is));
 };
 
@@ -144,7 +146,10 @@ const answer = async () => {
   } finally {
     entry.element.setAttribute("aria-busy", "false");
     if (entry.said) said.push({ role: "assistant", content: entry.said });
-    else said.pop(); // a question that was not answered is not part of what follows
+    else {
+      const { content } = said.pop(); // it is not part of what follows, and can be sent again
+      message.value ||= content;
+    }
     running = null;
     busy(false);
     message.focus();
@@ -171,6 +176,7 @@ const begin = () => {
 };
 
 export const startChat = () => {
+  theModel().catch(() => {}); // it is asked for again when it is needed, and then the error is shown
   find("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     submit();

@@ -4,7 +4,7 @@ import { events, request } from "./api.js";
 import { find, make, terms, write } from "./dom.js";
 import { bytes, bytesApart, count, number, percent, plural, seconds } from "./format.js";
 import { showMap, startMap } from "./map.js";
-import { Recent } from "./recent.js";
+import { Recent, SHOWN } from "./recent.js";
 
 const PARTS = [
   ["verify", "decoding alone"],
@@ -36,22 +36,44 @@ const showSpeed = (state) => {
   const speeds = recent.speeds;
   const most = Math.max(...speeds.map(([, speed]) => speed), 0);
   const high = most || 1;
-  const points = speeds.map(([ago, speed]) => `${(240 * (1 - ago / 60)).toFixed(1)} ${(43 - 41 * (speed / high)).toFixed(1)}`);
+  const points = speeds.map(([ago, speed]) => `${(240 * (1 - ago / SHOWN)).toFixed(1)} ${(43 - 41 * (speed / high)).toFixed(1)}`);
   const line = `M${points.join("L")}`;
   find("sparkline").querySelector(".line").setAttribute("d", line);
   find("sparkline").querySelector(".area").setAttribute("d", `${line}V44H${points[0].split(" ")[0]}Z`);
-  write(find("speed-note"), most ? `last minute, at most ${number(most)}` : "nothing in the last minute");
-  write(find("sparkline-alt"), `Tokens per second over the last minute: at most ${number(most)}, now ${number(recent.speed)}`);
+  const lately = `in the last ${SHOWN} s`;
+  write(find("speed-note"), most ? `at most ${number(most)} ${lately}` : `no tokens ${lately}`);
+  write(find("sparkline-alt"), `Tokens per second ${lately}: at most ${number(most)}, now ${number(recent.speed)}`);
+};
+
+// A bar of parts, and what they are. parts: [label, amount, number of its colour, amount in words].
+const stack = (id, parts, all) => {
+  const coloured = (place) => {
+    const element = make("i");
+    element.style.background = `var(--part-${place})`;
+    return element;
+  };
+  const pieces = parts.map(([, amount, place]) => {
+    const piece = coloured(place);
+    piece.style.width = `${(100 * amount) / all}%`;
+    return piece;
+  });
+  find(`${id}-bar`).replaceChildren(...pieces);
+  const rows = parts.map(([label, amount, place, words]) => [
+    make("dt", {}, coloured(place), label),
+    make("dd", {}, words),
+    make("dd", {}, percent(amount / all, 0)),
+  ]);
+  find(id).replaceChildren(...rows.flat());
 };
 
 const fill = (id, share) => {
   find(id).firstElementChild.style.width = `${(100 * Math.min(share, 1)).toFixed(2)}%`;
 };
 
-const showHits = ({ experts }) => {
-  const { traffic } = experts;
-  const hits = traffic ? recent.sum((state) => state.experts.traffic.hits) : 1;
-  const misses = traffic ? recent.sum((state) => state.experts.traffic.misses) : 0;
+const showHits = (state) => {
+  const { traffic } = state.experts;
+  const hits = traffic ? recent.sum((each) => each.experts.traffic.hits) : 1;
+  const misses = traffic ? recent.sum((each) => each.experts.traffic.misses) : 0;
   const known = hits + misses > 0;
   const share = known ? hits / (hits + misses) : 0;
   write(find("hit-rate"), known ? (100 * share).toFixed(traffic ? 1 : 0) : "–");
@@ -60,12 +82,12 @@ const showHits = ({ experts }) => {
     terms(find("hits"), [["all experts are in memory", ""], ["read from disk", "nothing"]]);
     return;
   }
-  const reading = recent.rate((state) => state.experts.traffic.bytes);
+  const reading = serving(state).length ? recent.rate((each) => each.experts.traffic.bytes) : 0;
   terms(find("hits"), [
     ["hits", count(traffic.hits)],
     ["misses", count(traffic.misses)],
     ["read from disk", bytes(traffic.bytes)],
-    ["now", `${bytes(reading)}/s`],
+    ["reading now", `${bytes(reading)}/s`],
   ]);
 };
 
@@ -76,15 +98,24 @@ const showMemory = ({ memory }) => {
   write(find("memory-unit"), `${unit}${budget}`);
   find("memory-meter").hidden = memory.budget === null;
   fill("memory-meter", memory.budget === null ? 0 : memory.used / memory.budget);
-  const parts = Object.entries(memory.parts).filter(([, size]) => size > 0).sort((a, b) => b[1] - a[1]);
-  const shown = parts.slice(0, 4);
-  const rest = parts.slice(4).reduce((sum, [, size]) => sum + size, 0);
-  terms(find("memory-parts"), [
-    ...shown.map(([name, size]) => [name.replaceAll("_", " "), bytes(size)]),
-    ["other", rest ? bytes(rest) : null],
-    ["kept prompts", `${bytes(memory.prefixes)} of ${bytes(memory.prefix_budget)}`],
-    ["measured as", memory.budget === null ? `${memory.scope}, without a budget` : memory.scope],
+  write(find("memory-title"), memory.scope[0].toUpperCase() + memory.scope.slice(1));
+  terms(find("memory-facts"), [
+    ["left", memory.budget === null ? "no budget" : bytes(Math.max(0, memory.budget - memory.used))],
+    ["prefix cache", bytes(memory.prefixes)],
+    ["which may take", bytes(memory.prefix_budget)],
   ]);
+};
+
+const BUDGET_PARTS = 5; // that have a colour of their own
+
+const showBudget = ({ memory }) => {
+  const parts = Object.entries(memory.parts).filter(([, size]) => size > 0).sort((a, b) => b[1] - a[1]);
+  const rest = parts.splice(BUDGET_PARTS).reduce((sum, [, size]) => sum + size, 0);
+  const shown = [...parts, ...(rest ? [["other", rest]] : [])];
+  const spent = shown.reduce((sum, [, size]) => sum + size, 0);
+  stack("budget", shown.map(([name, size], i) => [name.replaceAll("_", " "), size, i + 1, bytes(size)]), Math.max(spent, memory.budget ?? 0));
+  find("budget").closest(".card").hidden = !shown.length;
+  write(find("budget-note"), memory.budget === null ? "" : `${bytes(spent)} of ${bytes(memory.budget)} reserved`);
 };
 
 const showDrafts = (state) => {
@@ -110,22 +141,7 @@ const showTime = (state) => {
   const parts = PARTS.map(([name, label], i) => [label, recent.sum((each) => each.totals.seconds[name]), i + 1]);
   const all = parts.reduce((sum, [, spent]) => sum + spent, 0);
   const shown = parts.filter(([, spent]) => spent > 0);
-  const bar = find("time-bar");
-  bar.replaceChildren(
-    ...shown.map(([, spent, place]) => {
-      const piece = make("i");
-      piece.style.flexGrow = String(spent / all);
-      piece.style.background = `var(--part-${place})`;
-      return piece;
-    }),
-  );
-  find("time").replaceChildren(
-    ...shown.flatMap(([label, spent, place]) => {
-      const mark = make("i");
-      mark.style.background = `var(--part-${place})`;
-      return [make("dt", {}, mark, label), make("dd", {}, seconds(spent)), make("dd", {}, percent(spent / all, 0))];
-    }),
-  );
+  stack("time", shown.map(([label, spent, place]) => [label, spent, place, seconds(spent)]), all);
   const stalled = state.experts.traffic ? recent.sum((each) => each.experts.traffic.stall_seconds) : 0;
   const span = recent.worked ? "latest work" : "since the start";
   write(find("time-note"), !all ? "no work yet" : stalled ? `${span}, ${percent(stalled / all, 0)} waited for disk` : span);
@@ -167,7 +183,8 @@ const showRequests = (state) => {
 
 const showState = (state) => {
   recent.add(state);
-  for (const show of [showStatus, showSpeed, showHits, showMemory, showDrafts, showTime, showPolicy, showRequests]) show(state);
+  for (const show of [showStatus, showSpeed, showHits, showMemory, showBudget]) show(state);
+  for (const show of [showDrafts, showTime, showPolicy, showRequests]) show(state);
   showMap(state.experts);
 };
 

@@ -19,7 +19,7 @@ let resident = new Uint8Array(0); // by layer and expert
 let read = new Float64Array(0); // when it was, in ms; 0 is long ago
 let painted = new Uint8Array(0); // the level that each cell shows
 let palette = [];
-let cell = null; // {x, y, width, height, gap} in pixels of the canvas
+let cell = null; // {x, across, high, gapX, gapY} in pixels of the canvas
 let frame = 0;
 
 const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
@@ -42,8 +42,7 @@ const layout = () => {
   const ratio = devicePixelRatio;
   const width = canvas.clientWidth;
   if (!width || !columns) return false;
-  const room = Math.floor((width - GUTTER) * ratio);
-  const across = Math.max(1, Math.floor(room / columns));
+  const across = Math.max(1, (Math.round(width * ratio) - Math.round(GUTTER * ratio)) / columns);
   const high = Math.round(Math.min(16, Math.max(3, 230 / layers)) * ratio);
   canvas.width = Math.round(width * ratio);
   canvas.height = high * layers;
@@ -53,10 +52,12 @@ const layout = () => {
 };
 
 const paint = (at, shade) => {
-  const x = cell.x + (at % columns) * cell.across;
+  const column = at % columns;
+  const x = cell.x + Math.floor(column * cell.across);
+  const end = cell.x + Math.floor((column + 1) * cell.across); // whole pixels, so that no cell is blurred
   const y = Math.floor(at / columns) * cell.high;
   context.fillStyle = palette[shade];
-  context.fillRect(x, y, cell.across - cell.gapX, cell.high - cell.gapY);
+  context.fillRect(x, y, end - x - cell.gapX, cell.high - cell.gapY);
   painted[at] = shade;
 };
 

@@ -1,6 +1,8 @@
-// An answer as paragraphs and blocks of code, told apart by their fences of three backticks.
+// An answer as paragraphs and code: of Markdown, fences, `code` and **weight** are shown, and the rest as it is written.
 
 import { make, write } from "./dom.js";
+
+const sources = new WeakMap(); // by paragraph, the text that it shows
 
 // [{code, text}], the last of which may be unfinished.
 export const parts = (text) => {
@@ -11,6 +13,16 @@ export const parts = (text) => {
     else found.push({ code: !last.code, text: "" });
   }
   return found.map((part) => ({ ...part, text: part.text.replace(/^\n+|\s+$/g, "") })).filter((part) => part.text);
+};
+
+const paragraph = (element, text) => {
+  if (sources.get(element) === text) return;
+  sources.set(element, text);
+  const pieces = text.split(/(`[^`\n]+`|\*\*[^*\n]+\*\*)/).map((piece, i) => {
+    if (i % 2 === 0) return piece;
+    return piece[0] === "`" ? make("code", {}, piece.slice(1, -1)) : make("strong", {}, piece.slice(2, -2));
+  });
+  element.replaceChildren(...pieces);
 };
 
 // Brings ``element`` up to date; what has not changed stays as it is.
@@ -24,7 +36,8 @@ export const show = (element, text) => {
       else element.append(fresh);
       child = fresh;
     }
-    write(part.code ? child.firstChild : child, part.text);
+    if (part.code) write(child.firstChild, part.text);
+    else paragraph(child, part.text);
   });
   while (element.children.length > shown.length) element.lastChild.remove();
 };

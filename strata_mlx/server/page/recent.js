@@ -1,7 +1,7 @@
 // What the engine did lately, from the totals of the states that it sends.
 
 const WORK = 30; // seconds of work that shares are about
-const MINUTE = 60; // seconds that the line of speeds shows
+export const SHOWN = 30; // seconds that the line of speeds shows
 const SMOOTH = 1.5; // seconds that a speed is averaged over
 
 const tokens = (state) => state.totals.completion_tokens;
@@ -41,7 +41,7 @@ export class Recent {
     const since = this.#speeds.findLast((each) => at - each.at >= SMOOTH) ?? this.#speeds[0];
     const speed = since && at > since.at ? (tokens(state) - since.tokens) / (at - since.at) : 0;
     this.#speeds.push({ at, tokens: tokens(state), speed });
-    while (at - this.#speeds[0].at > MINUTE + SMOOTH) this.#speeds.shift();
+    while (at - this.#speeds[0].at > SHOWN + SMOOTH) this.#speeds.shift();
   }
 
   // Whether any work was seen; until then, sums are since the start of the server.
@@ -60,7 +60,7 @@ export class Recent {
     return this.#speeds.at(-1)?.speed ?? 0;
   }
 
-  // Of the last minute: [seconds ago, tokens per second].
+  // Of the last SHOWN seconds: [seconds ago, tokens per second].
   get speeds() {
     const end = this.#speeds.at(-1)?.at ?? 0;
     return this.#speeds.map(({ at, speed }) => [end - at, speed]);
