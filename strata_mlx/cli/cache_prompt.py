@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     from ..loading import load
     from ..prefill import make_cache, prefill
     from ..prompt_cache import check_destination, save_prompt_cache
-    from .generate import prompt_progress, render_chat
+    from ..templates import render_chat
+    from .generate import prompt_progress
 
     check_destination(Path(args.prompt_cache_file))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,24 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError
 from ..policy import Policy
 from ..routing import RoutingPolicy
-from ..speculation.retention import RetentionPolicy
+from ..templates import render_chat
 from ..trace import TraceWriter
 from . import started
 from .experts import add_experts, describe_memory, describe_traffic, loading_options, traffic_report
-from .options import NotHere, add_kv_cache, add_model, boolean, number, read_prompt, utf8
+from .options import (
+    NotHere,
+    add_dtype,
+    add_kv_cache,
+    add_model,
+    add_routing,
+    add_sampling,
+    boolean,
+    json_options,
+    number,
+    read_prompt,
+    utf8,
+)
+from .policies import add_policy, check_policy, chosen_policy
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -49,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_chat(parser)
     _add_sampling(parser)
-    _add_speculation(parser)
+    add_policy(parser)
     parser.add_argument(
         "--prefill-step-size",
         type=number(int, 1),
@@ -59,20 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-cache-file", help="state saved by cache_prompt, which the prompt continues")
     add_kv_cache(parser)
     add_experts(parser)
-    RoutingPolicy.add_arguments(parser)
-    parser.add_argument(
-        "--residency",
-        type=Path,
-        metavar="FILE",
-        help='which experts count as in memory, as JSON: {"0": [3, 17], ...} by layer; without it, routing is exact',
-    )
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="type to compute in; auto takes what was measured to be fastest: float32 on the CPU, the model's own on "
-        "a GPU",
-    )
+    add_routing(parser)
+    add_dtype(parser)
     parser.add_argument("--verbose", type=boolean, default=True, help="False prints the text alone")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     parser.add_argument(
@@ -101,27 +101,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--temp",
-        type=number(float, 1e-6, 10**6, also=(0,)),
-        default=0.0,
-        help="temperature; 0 always takes the likeliest token",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=number(float, 0, 1),
-        default=1.0,
-        help="sample from the likeliest tokens of this total mass",
-    )
-    parser.add_argument(
-        "--min-p",
-        type=number(float, 0, 1),
-        default=0.0,
-        help="drop tokens below this share of the likeliest one",
-    )
-    parser.add_argument(
-        "--top-k", type=number(int, 0), default=0, help="sample from this many likeliest tokens; 0: from all"
-    )
+    add_sampling(parser)
     parser.add_argument(
         "--xtc-probability", type=number(float, 0, 1), default=0.0, help="how often XTC drops likely tokens"
     )
@@ -134,38 +114,8 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=number(int, 0, 2**64 - 1), help="makes sampling repeatable")
 
 
-def _add_speculation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--mtp",
-        nargs="?",
-        choices=("on", "off", "auto"),
-        const="on",
-        help="draft with the model's MTP head: in every round (no value needed), never, or (auto) as long as it pays "
-        "by the clock, which is off where --seed must repeat a sampled text; by default as --policy says, or auto",
-    )
-    parser.add_argument("--no-mtp", dest="mtp", action="store_const", const="off", help="as --mtp off")
-    parser.add_argument(
-        "--mtp-max-steps",
-        type=number(int, 1, 8),
-        help="drafts in a round; by default as --policy says, or 1 on the CPU, else 3",
-    )
-    parser.add_argument(
-        "--drafting",
-        choices=("chained", "stepwise"),
-        help="make all drafts in one evaluation, or each in its own, to stop where the floors below do; by default as "
-        "--policy says, or chained",
-    )
-    parser.add_argument(
-        "--policy",
-        type=Path,
-        metavar="FILE",
-        help="speculate and route as a file from 'strata_mlx tune' says; options that are given go before it",
-    )
-    RetentionPolicy.add_arguments(parser)
-
-
 def run(args: argparse.Namespace) -> int:
-    template_config = _template_config(args.chat_template_config)
+    template_config = json_options("--chat-template-config", args.chat_template_config)
     policy = _policy(args)
     text = read_prompt(args.prompt.replace("\\n", "\n").replace("\\t", "\t"))
     trace = TraceWriter(args.trace) if args.trace else None
@@ -217,7 +167,7 @@ def _generate(
         **loading_options(args, context),
     )
     if args.policy is not None:
-        _check_policy(args.policy, policy, model)
+        check_policy(args.policy, policy, model)
     routing = make_routing(model, policy.routing or RoutingPolicy(), args.residency)
     set_routing(model, routing)
     for token in args.extra_eos_token:
@@ -306,56 +256,14 @@ def _record(text: str, last: GenerationResponse | None, interrupted: bool) -> di
     }
 
 
-_RETENTION = ("spec_min_p", "spec_min_p_schedule", "spec_min_cum_p")
-_ROUTING = ("moce_bonus", "r1_bonus", "protect", "draft_moce", "route_policy")
-
-
 def _policy(args: argparse.Namespace) -> Policy:
-    """What --policy says, or what is usual, with the options that are given in its place.
-
-    args.mtp, args.mtp_max_steps and args.drafting are then what they come to.
-    """
-    policy = Policy() if args.policy is None else _load_policy(args.policy)
-    if args.policy is None or _given(args, _RETENTION):
-        policy = replace(policy, retention=RetentionPolicy.from_args(args))
-    if policy.routing is None or _given(args, _ROUTING):
-        policy = replace(policy, routing=RoutingPolicy.from_args(args))
-    args.mtp_max_steps = args.mtp_max_steps or policy.max_steps
-    args.drafting = args.drafting or policy.drafting
-    policy = replace(policy, max_steps=args.mtp_max_steps, drafting=args.drafting)
-    if args.mtp not in (None, "auto"):
-        return replace(policy, mtp=args.mtp)
-    policy = replace(policy, mtp=args.mtp or policy.mtp)
+    """What the options come to; args.mtp, args.mtp_max_steps and args.drafting are then what they come to."""
+    policy = chosen_policy(args)
     repeats = args.seed is not None and args.temp > 0
-    if args.max_kv_size or args.kv_bits or (repeats and policy.by_the_clock):
+    if args.mtp in (None, "auto") and (args.max_kv_size or args.kv_bits or (repeats and policy.by_the_clock)):
         policy = replace(policy, mtp="off")
-    args.mtp = policy.mtp
+    args.mtp, args.mtp_max_steps, args.drafting = policy.mtp, policy.max_steps, policy.drafting
     return policy
-
-
-def _load_policy(file: Path) -> Policy:
-    try:
-        return Policy.load(file)
-    except InputError as error:
-        raise InputError(f"--policy {error}") from None
-
-
-def _given(args: argparse.Namespace, names: Sequence[str]) -> bool:
-    return any(getattr(args, name) is not None for name in names)
-
-
-def _check_policy(file: Path, policy: Policy, model: Any) -> None:
-    """Raise InputError where the policy is for another model; say where it is only for another machine."""
-    try:
-        differences = policy.check_model(model)
-    except InputError as error:
-        raise InputError(f"--policy {file}: {error}") from None
-    if differences and sys.stderr:
-        print(
-            f"warning: --policy {file} was measured elsewhere ({'; '.join(differences)}): it may not be the fastest "
-            "here, and 'strata_mlx tune' finds out",
-            file=sys.stderr,
-        )
 
 
 def _describe(args: argparse.Namespace, policy: Policy, model: Any) -> str:
@@ -368,18 +276,6 @@ def _describe(args: argparse.Namespace, policy: Policy, model: Any) -> str:
     if args.policy is not None:
         line += f"\nPolicy: {args.policy}: {policy}"
     return f"{line}\n{describe_memory(model.fit, args)}" if model.fit else line
-
-
-def _template_config(text: str | None) -> dict[str, Any]:
-    try:
-        value = json.loads("{}" if text is None else text)
-    except ValueError as error:
-        raise InputError(f"--chat-template-config is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InputError(
-            f"--chat-template-config must be a JSON object, such as '{{\"enable_thinking\": false}}', not {text}"
-        )
-    return value
 
 
 def _add_eos(tokenizer: TokenizerWrapper, token: str) -> None:
@@ -415,26 +311,6 @@ def _encode(
             raise InputError("the model's chat template changes the prompt; use --ignore-chat-template")
         prompt = prompt[rendered.index(marker) :]
     return list(tokenizer.encode(prompt, add_special_tokens=False))
-
-
-def render_chat(
-    tokenizer: TokenizerWrapper, messages: list[dict[str, str]], unfinished: bool, options: dict[str, Any]
-) -> str:
-    """The conversation as text: ``unfinished`` leaves the last message open, else an answer begins after it.
-
-    Raises InputError where the model's chat template refuses the messages or the options.
-    """
-    try:
-        rendered = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            continue_final_message=unfinished,
-            add_generation_prompt=not unfinished,
-            **options,
-        )
-    except Exception as error:  # a template is a program, which raises all kinds
-        raise InputError(f"the model's chat template cannot render this: {error}") from error
-    return str(rendered)
 
 
 def _sampler(args: argparse.Namespace, tokenizer: TokenizerWrapper, model: Any) -> Any:

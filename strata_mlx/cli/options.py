@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..routing import RoutingPolicy
 
 
 def number(
@@ -102,6 +105,61 @@ def add_kv_cache(parser: argparse.ArgumentParser) -> None:
         default=5000,
         help="with --kv-bits, quantise from this many tokens on",
     )
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--temp",
+        type=number(float, 1e-6, 10**6, also=(0,)),
+        default=0.0,
+        help="temperature; 0 always takes the likeliest token",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=number(float, 0, 1),
+        default=1.0,
+        help="sample from the likeliest tokens of this total mass",
+    )
+    parser.add_argument(
+        "--min-p",
+        type=number(float, 0, 1),
+        default=0.0,
+        help="drop tokens below this share of the likeliest one",
+    )
+    parser.add_argument(
+        "--top-k", type=number(int, 0), default=0, help="sample from this many likeliest tokens; 0: from all"
+    )
+
+
+def add_routing(parser: argparse.ArgumentParser) -> None:
+    RoutingPolicy.add_arguments(parser)
+    parser.add_argument(
+        "--residency",
+        type=Path,
+        metavar="FILE",
+        help='which experts count as in memory, as JSON: {"0": [3, 17], ...} by layer; without it, routing is exact',
+    )
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="type to compute in; auto takes what was measured to be fastest: float32 on the CPU, the model's own on "
+        "a GPU",
+    )
+
+
+def json_options(option: str, text: str | None) -> dict[str, Any]:
+    """The JSON object that an option was given, none by default. Raises InputError that begins with ``option``."""
+    try:
+        value = json.loads("{}" if text is None else text)
+    except ValueError as error:
+        raise InputError(f"{option} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{option} must be a JSON object, such as '{{\"enable_thinking\": false}}', not {text}")
+    return value
 
 
 class NotHere(argparse.Action):
