@@ -47,6 +47,8 @@ def load(
     expert_profile: str | os.PathLike[str] | None = None,
     pinned: str | os.PathLike[str] | None = None,
     io_threads: int | None = None,
+    sequences: int = 1,
+    prefixes: int = 0,
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load a model and its tokenizer.
 
@@ -65,6 +67,8 @@ def load(
     expert_profile: a file that says which experts earlier runs selected; they are read at once. The model's
     ``expert_profile`` saves what this run has added. pinned: a JSON file of experts that are read at once and
     stay, ``{"0": [3, 17], ...}`` by the index of the layer. io_threads: that read experts.
+    sequences: with memory, how many are decoded together, each with ``context`` tokens. prefixes: bytes for states that
+    are kept for later.
 
     Returns the model, a module that maps tokens ``[B, T]`` and a cache to logits ``[B, T, V]`` and that mlx_lm's
     functions take as well, and the tokenizer. Raises StrataError for whatever is wrong with name, files or memory.
@@ -78,6 +82,8 @@ def load(
         Path(expert_profile) if expert_profile else None,
         Path(pinned) if pinned else None,
         io_threads,
+        sequences,
+        prefixes,
     )
     checkpoint = Checkpoint.open(find_model(path_or_hf_repo, revision=revision))
     plan = plan_model(checkpoint, mtp=bool(mtp))

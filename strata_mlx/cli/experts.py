@@ -27,6 +27,11 @@ def add_experts(parser: argparse.ArgumentParser) -> None:
         type=number(int, 1),
         help="with --memory, tokens to have room for; by default the prompt and --max-tokens",
     )
+    add_streaming(parser)
+
+
+def add_streaming(parser: argparse.ArgumentParser) -> None:
+    """Options that say how experts are read, beside --memory."""
     parser.add_argument(
         "--eviction",
         choices=EVICTIONS,
@@ -63,7 +68,7 @@ def loading_options(args: argparse.Namespace, context: Callable[[Any], int]) -> 
     """
     if args.memory is None:
         for name in _NEED_MEMORY:
-            if getattr(args, name) is not None:
+            if getattr(args, name, None) is not None:
                 raise InputError(
                     f"--{name.replace('_', '-')} is for experts that stay on disk: give --memory as well, such as 12GB"
                 )
@@ -72,7 +77,7 @@ def loading_options(args: argparse.Namespace, context: Callable[[Any], int]) -> 
     given |= {"pinned": args.pin, "io_threads": args.io_threads}
     return {
         "memory": args.memory,
-        "context": args.context or context,
+        "context": getattr(args, "context", None) or context,
         "prefill_step_size": args.prefill_step_size,
         **{name: value for name, value in given.items() if value is not None},
     }

@@ -48,6 +48,7 @@ class Needs:
     loading_resident: the same where all experts are read at once. activations: of a chunk; resident_nodes: what a row
     takes besides, where no layer is waited for. window: of decoding, beside the caches. per_slot: a slot in every MoE
     layer. experts: in a layer. least: slots that one token needs. step_size: rows of a chunk that are asked for.
+    sequences: that are decoded together.
     """
 
     scope: str
@@ -62,6 +63,7 @@ class Needs:
     experts: int
     least: int
     step_size: int
+    sequences: int = 1
 
     @property
     def smallest(self) -> int:
@@ -83,8 +85,8 @@ class Needs:
         if budget < self.smallest:
             raise InputError(
                 f"a budget of {format_size(budget)} of {self.scope} is too small for this model: the smallest that "
-                f"works is {format_size(self.smallest + self._jitter, up=True)} ({self._spent()}); a shorter context "
-                f"needs less"
+                f"works is {format_size(self.smallest + self._jitter, up=True)} ({self._spent()}); "
+                f"{'a shorter context needs' if self.sequences == 1 else 'fewer or shorter contexts need'} less"
             )
         left = budget - sum(self.fixed.values())
         if budget >= self.resident:

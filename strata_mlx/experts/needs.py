@@ -29,6 +29,7 @@ KV_STEP = 256  # tokens that an attention cache grows by
 # what MLX's nodes of a graph take for each row of a layer that recurs row by row.
 _FIRST_USE = 6_000_000
 _NODES = 12_000
+_LOGITS = 6  # arrays of the size of a window's logits that are made of them
 _TASKS = 10  # operations, here on recurrent states, that MLX's CPU backend begins ahead of their end
 _BUFFERS = 1_000_000  # that MLX keeps for reuse: on the CPU more makes nothing faster
 # On Metal nothing has been measured yet: compiled kernels and command buffers are assumed to take this much.
@@ -37,11 +38,19 @@ _BUFFERS_GPU = 64_000_000
 
 
 def needs_of(
-    plan: ModelPlan, dtype: str = "auto", *, context: int = CONTEXT, step_size: int = 2048, adapters: int = 0
+    plan: ModelPlan,
+    dtype: str = "auto",
+    *,
+    context: int = CONTEXT,
+    step_size: int = 2048,
+    adapters: int = 0,
+    sequences: int = 1,
+    prefixes: int = 0,
 ) -> Needs:
     """What ``plan`` needs to be run in ``dtype`` (as in load()) with up to ``context`` tokens.
 
-    step_size: rows of a prompt that are read at a time, if there is room. adapters: bytes of theirs.
+    step_size: rows of a prompt that are read at a time, if there is room. adapters: bytes of theirs. sequences: that
+    are decoded together, each with up to ``context`` tokens. prefixes: bytes for states that are kept for later.
     Measures the memory of this process: everything that is imported must have been, and the tokenizer loaded.
     """
     sizes, args = list(_parameter_sizes(plan, dtype)), plan.args
@@ -52,6 +61,8 @@ def needs_of(
     recurrent, attention = _layers(plan)
     state = _state_bytes(args, itemsize) if recurrent else 0
     kv = _kv_bytes(args, context, itemsize)
+    activations = _activations(plan, context, itemsize, recurrent)
+    together = activations.of(sequences) + _LOGITS * sequences * args.vocab_size * 4 if sequences > 1 else 0
     own_gpu = system.on_gpu_of_its_own()
     return Needs(
         scope="GPU memory" if own_gpu else "process memory",
@@ -59,21 +70,24 @@ def needs_of(
             "process": _process(own_gpu),
             "weights": sum(size.loaded for size in dense) - head,
             "mtp_head": head,
-            "kv_cache": (attention + 1) * kv,  # one grows while its old arrays are there
-            "recurrent_state": 2 * recurrent * state,  # the next one is made from the one before
+            "kv_cache": sequences * (attention + 1) * kv,  # one grows while its old arrays are there
+            "recurrent_state": sequences * 2 * recurrent * state,  # the next one is made from the one before
+            # One more is made before the one that it takes the place of goes.
+            "prefixes": prefixes + attention * kv + recurrent * state if prefixes else 0,
             "adapters": adapters,
             "buffers": _BUFFERS if on_cpu() else _BUFFERS_GPU,
         },
         loading=_by_group(dense),
         loading_resident=_by_group(sizes),
-        activations=_activations(plan, context, itemsize, recurrent),
+        activations=activations,
         resident_nodes=recurrent * _NODES,
-        window=_window_bytes(args, recurrent, state, itemsize),
+        window=max(_window_bytes(args, recurrent, state, itemsize), together),
         per_slot=_slot_bytes(experts, args.num_experts, own_gpu),
         layers=len(blocks(plan.model)),
         experts=args.num_experts,
         least=args.num_experts_per_tok,
         step_size=step_size,
+        sequences=sequences,
     )
 
 
@@ -156,7 +170,7 @@ def _window_bytes(args: Any, recurrent: int, state: int, itemsize: int) -> int:
     log = 0
     if recurrent:
         log = recurrent * (2 * state + (rows + args.linear_conv_kernel_dim) * 2 * _convolved(args) * itemsize)
-    return log + 6 * rows * args.vocab_size * 4
+    return log + _LOGITS * rows * args.vocab_size * 4
 
 
 def _activations(plan: ModelPlan, context: int, itemsize: int, recurrent: int) -> Activations:

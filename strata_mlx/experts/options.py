@@ -41,6 +41,8 @@ class ExpertOptions:
     profile: Path | None = None
     pinned: Path | None = None
     io_threads: int | None = None
+    sequences: int = 1
+    prefixes: int = 0
 
     def __post_init__(self) -> None:
         if self.slots is not None and self.memory is not None:
@@ -63,7 +65,15 @@ class ExpertOptions:
         importlib.import_module("strata_mlx.engine")
         tokenizer.decode(tokenizer.encode("text"))
         context = self.context if isinstance(self.context, int) else self.context(tokenizer)
-        return needs_of(plan, dtype, context=context, step_size=self.prefill_step_size, adapters=adapters)
+        return needs_of(
+            plan,
+            dtype,
+            context=context,
+            step_size=self.prefill_step_size,
+            adapters=adapters,
+            sequences=self.sequences,
+            prefixes=self.prefixes,
+        )
 
     def fit(self, plan: ModelPlan, dtype: str, tokenizer: TokenizerWrapper, adapters: int = 0) -> Fit | None:
         """How the budget is spent on ``plan`` in ``dtype``; None without one. adapters: bytes of theirs.
