@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect": "show what a checkpoint holds and what memory it needs",
     "tune": "measure what speculation pays on this machine, and write a policy and a report",
     "evaluate": "say what biased routing costs in quality and saves in reads",
+    "server": "serve a model to clients of OpenAI's and Anthropic's protocols, with a live page",
     "cache_prompt": "save the state after a prompt, for generate --prompt-cache-file",
 }
 
@@ -66,6 +67,10 @@ def run_tune() -> NoReturn:
 
 def run_evaluate() -> NoReturn:
     _run("evaluate", sys.argv[1:], "strata_mlx.evaluate")
+
+
+def run_server() -> NoReturn:
+    _run("server", sys.argv[1:], "strata_mlx.server")
 
 
 def run_cache_prompt() -> NoReturn:

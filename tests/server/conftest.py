@@ -1,0 +1,44 @@
+"""Servers around an engine that follows a script."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from strata_mlx.server.serving import Generates, Settings
+
+from .scripted import ScriptedEngine, make_tokenizer, serving
+
+Serve = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
+    """With a chat template, thinking and tools."""
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def plain_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
+    """Without any of these, as the embedded model's."""
+    return make_tokenizer(tmp_path_factory.mktemp("plain"), template=None)
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def serve(tokenizer: TokenizerWrapper) -> Iterator[Serve]:
+    """Start a server with the given engine and settings, and return its address."""
+    with ExitStack() as stack:
+
+        def start(engine: Generates, **settings: Any) -> str:
+            return stack.enter_context(
+                serving(engine, Settings(**{"tokenizer": tokenizer, "names": ("tiny",), **settings}))
+            )
+
+        yield start
