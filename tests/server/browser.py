@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,14 @@ FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
     "--remote-debugging-pipe",
 )  # fmt: skip
+# Becomes Chromium, which reads commands from descriptor 3 and writes to 4.
+SHIM = """
+import fcntl, os, sys
+pipes = [fcntl.fcntl(int(each), fcntl.F_DUPFD, 10) for each in sys.argv[1:3]]
+for own, number in zip(pipes, (3, 4)):
+    os.dup2(own, number)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 PATIENCE = 60.0  # seconds for anything that is waited for
 
 
@@ -87,7 +96,7 @@ class Browser:
                 const end = performance.now() + {1000 * PATIENCE / 2};
                 const look = () => {{
                     const found = {condition};
-                    if (found || performance.now() > end) resolve(found);
+                    if (found || performance.now() > end) resolve(found instanceof Node || found);
                     else setTimeout(look, 20);
                 }};
                 look();
@@ -140,10 +149,9 @@ def browser(folder: Path) -> Iterator[Browser]:
     """A browser with its profile in a new folder below ``folder``; it has ended, with all its processes, afterwards."""
     assert BROWSER is not None
     (child_in, to_browser), (from_browser, child_out) = os.pipe(), os.pipe()
-    # Chromium reads commands from descriptor 3 and writes to 4.
-    shell = f'exec "$@" 3<&{child_in} 4>&{child_out}'
+    command = [BROWSER, *FLAGS, f"--user-data-dir={folder / 'profile'}"]
     process = subprocess.Popen(
-        ["sh", "-c", shell, "sh", BROWSER, *FLAGS, f"--user-data-dir={folder / 'profile'}"],
+        [sys.executable, "-ISc", SHIM, str(child_in), str(child_out), *command],
         pass_fds=(child_in, child_out),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

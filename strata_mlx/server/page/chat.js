@@ -101,6 +101,7 @@ const receive = async (response, entry, times) => {
     grow(() => show(entry.text, text));
     entry.said = text;
   }
+  entry.complete = true;
   if (usage) grow(() => entry.facts.append(...facts(usage, strata, times).map((fact) => make("span", {}, fact))));
   if (reason === "length") entry.facts.append(make("span", {}, "ended at the most tokens"));
   return usage;
@@ -113,6 +114,7 @@ const newEntry = () => {
     text: make("div", { class: "text" }),
     facts: make("p", { class: "facts" }),
     said: "",
+    complete: false,
   };
   entry.element.append(make("span", { class: "unseen" }, "Answer: "), entry.thought, entry.text, entry.facts);
   return entry;
@@ -145,7 +147,7 @@ const answer = async () => {
     if (stopped) write(find("announcement"), "Stopped.");
   } finally {
     entry.element.setAttribute("aria-busy", "false");
-    if (entry.said) said.push({ role: "assistant", content: entry.said });
+    if (entry.said || entry.complete) said.push({ role: "assistant", content: entry.said });
     else {
       const { content } = said.pop(); // it is not part of what follows, and can be sent again
       message.value ||= content;
