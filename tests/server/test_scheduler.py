@@ -1,0 +1,315 @@
+"""Requests that are served together: each text is the one that its request gets alone, and nobody waits for long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest.mock import patch
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from strata_mlx import Fault, InputError, Policy, RetentionPolicy, generate, load, stream_generate
+from strata_mlx.server import scheduler as scheduling
+from strata_mlx.server.jobs import Job
+from strata_mlx.server.sequences import Sequence
+from tests.server.served import Served, end_of, prompt, text_of, told, usage_of
+from tests.tiny import FAMILIES, make_checkpoint
+
+Pair = tuple[nn.Module, TokenizerWrapper]
+SIZES = (5, 1, 40, 2, 17, 33, 64, 9)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    root = tmp_path_factory.mktemp("models")
+    folders = {
+        family: make_checkpoint(root / family, family, "stacked", mtp=None if family == "qwen3_moe" else "stacked")
+        for family in FAMILIES
+    }
+    return {family: load(path, mtp="auto") for family, path in folders.items()}
+
+
+@pytest.fixture
+def pair(loaded: dict[str, Pair]) -> Pair:
+    return loaded["qwen3_next"]
+
+
+def jobs(count: int = 8, tokens: int = 12, **options: object) -> list[Job]:
+    return [Job(prompt(n, SIZES[n % 8]), tokens + 5 * (n % 3), **options) for n in range(count)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_requests_together_get_the_texts_that_each_gets_alone(loaded: dict[str, Pair], family: str) -> None:
+    model, tokenizer = loaded[family]
+    asked = jobs(top_logprobs=3)
+    together = Served(model, tokenizer).together(asked)
+    alone = Served(model, tokenizer).one_by_one(asked)
+    assert [told(items) for items in together] == [told(items) for items in alone]
+    for job, items in zip(asked, alone, strict=True):
+        expected = generate(model, tokenizer, list(job.prompt), max_tokens=job.max_tokens, mtp=False)
+        assert text_of(items) == expected
+
+
+def test_requests_that_come_and_go_at_any_time_get_the_same_texts(pair: Pair) -> None:
+    asked = jobs(10, 20)
+    alone = Served(*pair).one_by_one(asked)
+    served = Served(*pair)
+    sequences: list[Sequence] = []
+    for number, job in enumerate(asked):
+        sequences.append(served.add(job))
+        served.until(sequences[max(0, number - 2)], 1 + number % 4)
+    served.finish()
+    assert [told(list(sequence.stream)) for sequence in sequences] == [told(items) for items in alone]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_chunks_of_a_prompt_do_not_matter(pair: Pair, size: int) -> None:
+    expected = [told(items) for items in Served(*pair).together(jobs(4))]
+    assert [told(items) for items in Served(*pair, step_size=size).together(jobs(4))] == expected
+
+
+@pytest.mark.parametrize("others_after", [0, 1, 2, 5])
+def test_a_request_that_drafts_goes_on_together_with_those_that_come(pair: Pair, others_after: int) -> None:
+    asked = jobs(4, 24, top_logprobs=1)
+    alone = Served(*pair).one_by_one(asked)
+    served = Served(*pair, mtp="on")
+    first = served.add(asked[0])
+    served.until(first, others_after)
+    others = [served.add(job) for job in asked[1:]]
+    served.finish()
+    items = [list(sequence.stream) for sequence in (first, *others)]
+    assert [told(each) for each in items] == [told(each) for each in alone]
+    assert all(usage_of(each).drafted == 0 for each in items[1:])
+
+
+def test_a_request_alone_drafts_and_says_how_many_were_accepted(pair: Pair) -> None:
+    policy = Policy(RetentionPolicy(), mtp="on", max_steps=3)
+    served = Served(*pair, mtp="on", policy=policy)
+    job = Job(prompt(0, 20), 30)
+    items = served.together([job])[0]
+    assert told(items) == told(Served(*pair).together([job])[0])
+    usage, totals = usage_of(items), served.totals
+    assert usage.drafted >= usage.accepted
+    assert usage.drafted > 20
+    assert totals.drafted == usage.drafted
+    assert sum(totals.verified) == usage.drafted  # without gates
+    assert sum(totals.accepted) == usage.accepted
+    assert totals.verified[3:] == [0] * 5
+    *_, last = stream_generate(*pair, list(job.prompt), 30, mtp=True, max_steps=3)
+    assert last.speculation
+    assert (usage.drafted, usage.accepted) == (last.speculation.drafted, last.speculation.accepted)
+
+
+def test_a_model_without_a_head_never_drafts_and_refuses_to(loaded: dict[str, Pair]) -> None:
+    model, tokenizer = loaded["qwen3_moe"]
+    assert usage_of(Served(model, tokenizer, mtp="auto").together(jobs(1))[0]).drafted == 0
+    with pytest.raises(InputError, match="without an MTP head"):
+        Served(model, tokenizer, mtp="on")
+
+
+@pytest.mark.parametrize("mtp", ["off", "on"])
+def test_a_seed_repeats_a_sampled_text_in_any_company(pair: Pair, mtp: str) -> None:
+    job = Job(prompt(3, 20), 20, temperature=1.5, top_p=0.9, top_k=50, min_p=0.01, seed=11)
+    alone = told(Served(*pair, mtp=mtp).together([job])[0])
+    company = [replace(other, temperature=1.0) for other in jobs(5)]
+    served = Served(*pair, mtp=mtp)
+    first = served.add(company[0])
+    served.until(first, 2)
+    sequences = [served.add(each) for each in (company[1], job, replace(job, seed=12), job, company[2])]
+    served.finish()
+    texts = [told(list(sequence.stream)) for sequence in sequences]
+    assert texts[1] == texts[3] == alone
+    assert texts[2] != alone
+
+
+def test_without_a_seed_texts_differ(pair: Pair) -> None:
+    job = Job(prompt(3, 20), 20, temperature=1.5)
+    assert len({text_of(items) for items in Served(*pair).together([job] * 4)}) == 4
+
+
+def test_top_p_of_zero_takes_the_likeliest_token(pair: Pair) -> None:
+    job = Job(prompt(3, 20), 20)
+    expected = told(Served(*pair).together([job])[0])
+    assert told(Served(*pair).together([replace(job, temperature=2.0, top_p=0.0)])[0]) == expected
+
+
+@pytest.mark.parametrize("mtp", ["off", "on"])
+def test_penalties_and_bias_are_mlx_lms_in_the_batch_and_alone(pair: Pair, mtp: str) -> None:
+    model, tokenizer = pair
+    job = Job(
+        prompt(5, 30), 25, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7, logit_bias={65: 4.0}
+    )
+    processors = make_logits_processors({65: 4.0}, 1.3, 20, 0.5, 20, 0.7, 20)
+    expected = generate(model, tokenizer, list(job.prompt), max_tokens=25, mtp=False, logits_processors=processors)
+    plain = generate(model, tokenizer, list(job.prompt), max_tokens=25, mtp=False)
+    assert expected != plain
+    assert text_of(Served(model, tokenizer, mtp=mtp).together([job])[0]) == expected
+    mixed = Served(model, tokenizer, mtp=mtp).together([*jobs(3), job, Job(job.prompt, 25)])
+    assert [text_of(items) for items in mixed[3:]] == [expected, plain]
+
+
+def test_logprobs_are_the_models_own(pair: Pair) -> None:
+    model, tokenizer = pair
+    job = Job(prompt(1, 10), 6, temperature=1.7, seed=5, top_logprobs=4)
+    items = Served(model, tokenizer).together([job])[0]
+    tokens = told(items)[1]
+    ids = [*job.prompt, *(token.id for token in tokens)]
+    logits = model(mx.array(ids)[None])[0]
+    logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+    for place, token in enumerate(tokens, len(job.prompt) - 1):
+        assert token.logprob == pytest.approx(logprobs[place, token.id], abs=1e-5)
+        best = np.argsort(-logprobs[place])[:4].tolist()
+        assert [other for other, _, _ in token.top] == best
+        assert [value for _, _, value in token.top] == pytest.approx(logprobs[place, best], abs=1e-5)
+        assert token.text == tokenizer.decode([token.id])
+
+
+def test_a_stop_string_ends_the_text_before_it(pair: Pair) -> None:
+    job = Job(prompt(2, 20), 30)
+    whole = text_of(Served(*pair).together([job])[0])
+    stop = whole[8:11]
+    for mtp in ("off", "on"):
+        items = Served(*pair, mtp=mtp).together([replace(job, stop=("never there", stop)), *jobs(2)])[0]
+        assert text_of(items) == whole[: whole.index(stop)]
+        assert (end_of(items).reason, end_of(items).stop) == ("stop", stop)
+
+
+def test_the_end_of_the_text_is_no_part_of_it(pair: Pair) -> None:
+    model, tokenizer = pair
+    job = Job(prompt(2, 20), 30, top_logprobs=0)
+    ids = [token.id for token in told(Served(model, tokenizer).together([job])[0])[1]]
+    with patch.object(type(tokenizer), "eos_token_ids", {ids[5]}, create=True):
+        for mtp in ("off", "on"):
+            items = Served(model, tokenizer, mtp=mtp).together([job, *jobs(2)])[0]
+            _, tokens, reason, stop, completed = told(items)
+            assert (reason, stop, completed) == ("stop", None, ids.index(ids[5]) + 1)
+            assert [token.id for token in tokens] == ids[: ids.index(ids[5])]
+
+
+def test_between_two_chunks_of_a_long_prompt_the_others_get_a_token(pair: Pair) -> None:
+    with patch.object(scheduling, "_BESIDE_CPU", 8):
+        served = Served(*pair)
+    first = served.add(Job(prompt(0, 5), 100))
+    served.until(first, 3)
+    long = served.add(Job(prompt(1, 200), 5))
+    while not long.tokens:
+        before = len(first.tokens), long.read
+        served.scheduler.turn()
+        assert len(first.tokens) == before[0] + 1
+        assert long.read - before[1] <= 8
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(pair: Pair) -> None:
+    served = Served(*pair, step_size=8)
+    long = served.add(Job(prompt(1, 400), 5))
+    served.scheduler.turn()
+    short = served.add(Job(prompt(2, 10), 2))
+    served.until(short, 2)
+    assert long.read < 60
+
+
+@pytest.mark.parametrize("mtp", ["off", "on"])
+@pytest.mark.parametrize("phase", ["queued", "prompt", "decoding"])
+def test_one_that_is_cancelled_is_gone_after_one_turn(pair: Pair, mtp: str, phase: str) -> None:
+    served = Served(*pair, mtp=mtp, step_size=8)
+    sequence = served.add(Job(prompt(1, 100), 50))
+    if phase == "prompt":
+        served.scheduler.turn()
+    elif phase == "decoding":
+        served.until(sequence, 3)
+    sequence.stream.cancel()
+    served.scheduler.turn()
+    assert not served.scheduler.busy
+    assert end_of(list(sequence.stream)).reason == "cancelled"
+
+
+def test_those_beside_one_that_is_cancelled_go_on_unchanged(pair: Pair) -> None:
+    asked = jobs(4, 20)
+    alone = [told(items) for items in Served(*pair).one_by_one(asked)]
+    served = Served(*pair)
+    sequences = [served.add(job) for job in asked]
+    served.until(sequences[3], 4)
+    sequences[1].stream.cancel()
+    served.finish()
+    items = [list(sequence.stream) for sequence in sequences]
+    assert [told(items[n]) for n in (0, 2, 3)] == [alone[n] for n in (0, 2, 3)]
+    assert end_of(items[1]).reason == "cancelled"
+
+
+@pytest.fixture
+def broken(pair: Pair) -> Iterator[int]:
+    """A token that the model computes no finite logits from."""
+    model, _ = pair
+    weight = model.model.embed_tokens.weight
+    changed = mx.array(np.array(weight))
+    changed[250] = mx.nan
+    model.model.embed_tokens.weight = changed
+    yield 250
+    model.model.embed_tokens.weight = weight
+
+
+@pytest.mark.parametrize("mtp", ["off", "on"])
+def test_logits_that_are_not_finite_end_that_request_alone(pair: Pair, broken: int, mtp: str) -> None:
+    good = [replace(job, prompt=tuple(t for t in job.prompt if t != broken)) for job in jobs(3, 10)]
+    alone = [told(items) for items in Served(*pair).one_by_one(good)]
+    served = Served(*pair, mtp=mtp)
+    bad = served.add(Job((1, 2, broken, 3), 10))
+    sequences = [served.add(job) for job in good]
+    served.finish()
+    with pytest.raises(Fault, match=r"logits.* not finite"):
+        list(bad.stream)
+    assert [told(list(sequence.stream)) for sequence in sequences] == alone
+
+
+def test_turns_of_a_chat_and_of_another_between_them_are_not_read_again(pair: Pair) -> None:
+    served, cold = Served(*pair, prefix_bytes=10**9), Served(*pair)
+    chats = [prompt(n, 40) for n in range(2)]
+    for turn in range(3):
+        for number, chat in enumerate(chats):
+            job = Job(chat, 12, top_logprobs=0)
+            items = served.together([job])[0]
+            assert told(items) == told(cold.together([job])[0])
+            decoded = tuple(token.id for token in told(items)[1])
+            if turn:
+                assert usage_of(items).cached_tokens == len(chat) - 9 - 1
+            chats[number] = (*chat, *decoded, *prompt(10 + turn, 9))
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_beginning_that_prompts_share_is_read_twice_and_then_no_more(pair: Pair, together: bool) -> None:
+    served, cold = Served(*pair, prefix_bytes=10**9), Served(*pair)
+    shared = prompt(0, 50)
+    asked = [Job((*shared, *prompt(n, 20)), 8) for n in range(1, 5)]
+    results = served.one_by_one(asked[:2])
+    results += served.together(asked[2:]) if together else served.one_by_one(asked[2:])
+    assert [usage_of(items).cached_tokens for items in results] == [0, 0, 50, 50]
+    assert [told(items) for items in results] == [told(items) for items in cold.one_by_one(asked)]
+
+
+def test_the_same_prompt_again_is_read_but_for_its_last_token(pair: Pair) -> None:
+    served = Served(*pair, prefix_bytes=10**9)
+    job = Job(prompt(0, 50), 8)
+    first, second, *rest = served.one_by_one([job, job]) + served.together([job, job, job])
+    assert told(first) == told(second)
+    assert all(told(items) == told(first) and usage_of(items).cached_tokens == 49 for items in [second, *rest])
+    assert served.totals.cached_tokens == 4 * 49
+    assert served.totals.prompt_tokens == 5 * 50
+
+
+def test_a_head_drafts_after_a_known_prompt_as_after_one_that_was_read(pair: Pair) -> None:
+    served = Served(*pair, mtp="on", prefix_bytes=10**9, policy=Policy(mtp="on", max_steps=2))
+    job = Job(prompt(0, 50), 30)
+    first, second = served.one_by_one([job, job])
+    assert usage_of(second).cached_tokens == 49
+    assert (usage_of(first).drafted, usage_of(first).accepted) == (usage_of(second).drafted, usage_of(second).accepted)
+    cold = Served(*pair, mtp="on", policy=Policy(mtp="on", max_steps=2))
+    longer = Job((*job.prompt, *prompt(1, 30)), 30)
+    warm, expected = served.together([longer])[0], cold.together([longer])[0]
+    assert usage_of(warm).cached_tokens == 49
+    assert told(warm) == told(expected)
+    assert usage_of(warm).accepted == usage_of(expected).accepted
