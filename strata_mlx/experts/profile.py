@@ -50,6 +50,7 @@ class ExpertProfile:
 
     def __init__(self, path: Path, model: Mapping[str, Any], layers: Mapping[int, LayerProfile]):
         self.path, self._model, self.layers = path, model, layers
+        self._warned = False
 
     @classmethod
     def open(cls, path: Path, plan: ModelPlan) -> ExpertProfile:
@@ -80,7 +81,7 @@ class ExpertProfile:
     def save(self, streaming: Streaming) -> None:
         """Write what was known before and what ``streaming`` has learned. The file appears complete or stays as it was.
 
-        Where it cannot be written, one line on standard error says so: the run has done what it was for.
+        Where it cannot be written, one line on standard error says so the first time: the run does what it is for.
         """
         layers = {index: layer.to_dict() for index, layer in self.layers.items()}  # an MTP head may be left out now
         for index, table in streaming.tables.items():
@@ -93,7 +94,9 @@ class ExpertProfile:
             unfinished.write_text(json.dumps(record) + "\n", encoding="utf-8")
             os.replace(unfinished, self.path)
         except OSError as error:
-            print(f"warning: {self.path}: the expert profile is not saved: {error.strerror}", file=sys.stderr)
+            if not self._warned:
+                print(f"warning: {self.path}: the expert profile is not saved: {error.strerror}", file=sys.stderr)
+            self._warned = True
         finally:
             _remove(unfinished)
 

@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..device import evaluate
 from ..errors import Fault, InputError, in_one_line
 from ..experts import system
-from ..experts.options import fit_of
+from ..experts.options import fit_of, save_profile
 from ..experts.streaming import streaming_of
 from ..models.family import text_args
 from ..models.moe import blocks
@@ -32,6 +32,7 @@ from .streams import Stream
 
 PREFIX_BYTES = 256_000_000
 STALLED = 120.0  # seconds in one turn, after which the thread does not count as alive
+_PROFILE_EVERY = 60.0  # seconds between two times that the expert profile is written
 _CLOSING = 30.0  # seconds that close() waits for the turn in hand
 _LONGEST_WAIT = 60  # seconds that a client is told to wait at most
 
@@ -81,6 +82,7 @@ class Engine:
         self._vocabulary: int = text_args(model).vocab_size
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._turn_began: float | None = None
+        self._next_profile = time.monotonic() + _PROFILE_EVERY
         self._changed = threading.Condition()  # guards all that follows
         self._queue: deque[Sequence] = deque()
         self._served: list[Sequence] = []
@@ -195,6 +197,7 @@ class Engine:
                 while self._await():
                     self._turn_began = time.monotonic()
                     self._scheduler.turn()
+                    self._save_profile()
                     self._turn_began = None
         except Exception as error:
             self._trouble = f"the generation thread has ended: {type(error).__name__}: {in_one_line(error)}"
@@ -205,6 +208,12 @@ class Engine:
             mx.synchronize()
             mx.clear_streams()  # their threads, if left to the process' end, make it abort
         self._end_all(Fault("the server is closing"))
+
+    def _save_profile(self) -> None:
+        """Write the expert profile once in a while, for a process that may be killed."""
+        if time.monotonic() >= self._next_profile:
+            self._next_profile = time.monotonic() + _PROFILE_EVERY
+            save_profile(self._model)
 
     def _await(self) -> bool:
         """Settle who has ended, wait for work, and admit who may begin. False where the engine closes."""

@@ -64,7 +64,11 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._readings or self._alone or self._batch.rows)
+        return bool(self._waiting) or self._serving
+
+    @property
+    def _serving(self) -> bool:
+        return bool(self._readings or self._alone or self._batch.rows)
 
     def add(self, sequence: Sequence) -> None:
         """One request more."""
@@ -98,28 +102,24 @@ class Scheduler:
         self._batch.drop()
 
     def _begin(self, sequence: Sequence) -> None:
-        if not self.busy:
+        if not self._serving:
             for block in blocks(self._model):
                 block.routing.begin()
         with self._window("prompt", [sequence]):
-            reading = Reading(self._model, sequence, self._prefixes, self._may_draft(sequence) and not self.busy)
-            self._readings.append(reading)
+            drafts = self._speculation is not None and not sequence.seeded and not self.busy
+            self._readings.append(Reading(self._model, sequence, self._prefixes, drafts))
             self._totals.prompt_tokens += len(sequence.prompt)
             self._totals.cached_tokens += sequence.cached
-
-    def _may_draft(self, sequence: Sequence) -> bool:
-        return self._speculation is not None and not sequence.seeded
 
     def _read(self) -> None:
         """A chunk of the next prompt; of one that is then complete, the first token comes next."""
         reading = self._readings.popleft()
-        others = self._readings or self._alone or self._batch.rows
         with self._window("prompt", [reading.sequence]):
             if not reading.done:
-                reading.advance(self._rows_beside if others else self._rows)
+                reading.advance(self._rows_beside if self._serving else self._rows)
             if not reading.done:
                 self._readings.append(reading)
-            elif reading.drafter and not (self._readings or self._alone or self._batch.rows):
+            elif reading.drafter and not self._serving:
                 assert self._speculation is not None
                 self._alone = Alone(
                     self._model, self._tokenizer, reading, self._prefixes, self._speculation, self._round
@@ -172,6 +172,8 @@ class Scheduler:
                 traffic = self._streaming.traffic() - before
                 for sequence in sequences:
                     sequence.share(traffic, len(sequences))
+            for sequence in sequences:
+                sequence.conclude()
 
 
 def speculation_of(model: nn.Module, mtp: str, policy: Policy) -> dict[str, Any] | None:

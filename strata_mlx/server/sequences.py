@@ -41,9 +41,9 @@ class Sequence:
         self.arrived = time.perf_counter()
         self.first_token: float | None = None  # seconds after the arrival
         self.outcome: str | None = None  # as in OUTCOMES, once it has ended
-        temperature = 0.0 if job.top_p == 0 else job.temperature
-        self.sampling = Sampling(temperature, job.top_p, job.min_p, 1, job.top_k)
-        self.seeded = job.seed is not None and temperature > 0
+        greedy = job.temperature == 0 or job.top_p == 0
+        self.sampling = Sampling(0.0) if greedy else Sampling(job.temperature, job.top_p, job.min_p, 1, job.top_k)
+        self.seeded = job.seed is not None and not greedy
         self.wants_logprobs = job.top_logprobs is not None
         self._tokenizer, self._mode, self._streams = tokenizer, mode, streams
         self._detokenizer = tokenizer.detokenizer
@@ -88,7 +88,9 @@ class Sequence:
         return logits
 
     def accept(self, token: int, logprobs: mx.array) -> bool:
-        """Take a decoded token with its log-probabilities ``[V]``, and pass its text on. Whether it is the last one."""
+        """Take a decoded token with its log-probabilities ``[V]``, and pass its text on. Whether it is the last one;
+        conclude() then tells how the text ended.
+        """
         if not self.tokens:
             self.first_token = time.perf_counter() - self.arrived
         self.tokens.append(token)
@@ -105,8 +107,14 @@ class Sequence:
         if text or tokens:
             self.stream.put(Piece(text, tokens))
         if stop or full or met is not None:
-            self._end("stop" if stop or met is not None else "length", met)
+            self.outcome = "stop" if stop or met is not None else "length"
         return self.outcome is not None
+
+    def conclude(self) -> None:
+        """Once the cost of the last window is known, tell how the text ended, if it has."""
+        if self.outcome is not None and not self._ended_after:
+            self._ended_after = time.perf_counter() - self.arrived
+            self.stream.put(End(self.outcome, self._stops.met, self._usage()))
 
     def share(self, traffic: Traffic, among: int) -> None:
         """Take part in the cost of a window that ``among`` requests had."""
@@ -118,7 +126,8 @@ class Sequence:
 
     def cancel(self) -> None:
         """End it because nobody reads on."""
-        self._end("cancelled", None)
+        self.outcome = "cancelled"
+        self.conclude()
 
     def fail(self, error: Exception) -> None:
         """End it with a Fault."""
@@ -126,11 +135,6 @@ class Sequence:
         fault = error if isinstance(error, Fault) else Fault(_reason(error))
         self._ended_after = time.perf_counter() - self.arrived
         self.stream.put(fault)
-
-    def _end(self, reason: str, met: str | None) -> None:
-        self.outcome = reason
-        self._ended_after = time.perf_counter() - self.arrived
-        self.stream.put(End(reason, met, self._usage()))
 
     def _token(self, token: int, logprobs: mx.array) -> Token:
         row: Any = np.array(logprobs.astype(mx.float32))
