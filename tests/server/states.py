@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -12,7 +11,7 @@ from strata_mlx.errors import Fault
 from strata_mlx.experts.traffic import Traffic
 from strata_mlx.server.jobs import Job
 from strata_mlx.server.state import ExpertState, LayerState, MemoryState, RequestState, State, Totals
-from strata_mlx.server.streams import Item, Stream
+from strata_mlx.server.streams import Item
 from tests.server.scripted import ScriptedEngine
 
 LAYERS, EXPERTS = 3, 20  # 20 bits are not whole bytes
@@ -61,23 +60,12 @@ def some_totals() -> Totals:
 
 
 class ShownEngine(ScriptedEngine):
-    """Its state is what a test shows. left: the client of some request has gone, or has got all."""
+    """Its state is what a test shows."""
 
     def __init__(self, answer: Callable[[Job], Iterable[Item | Fault]] | None = None, **changes: Any):
-        super().__init__(answer or (lambda _: ()))
+        super().__init__()
+        self.answer = answer or (lambda _: ())
         self._shown = a_state(**changes)
-        self.left = threading.Event()
-
-    def submit(self, job: Job) -> Stream:
-        stream = super().submit(job)
-        cancel = stream.cancel
-
-        def noted() -> None:
-            cancel()
-            self.left.set()
-
-        stream.cancel = noted  # type: ignore[method-assign]
-        return stream
 
     def show(self, **changes: Any) -> None:
         self._shown = replace(self._shown, **changes)

@@ -11,8 +11,10 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import strata_mlx.server
+from strata_mlx import load
 from strata_mlx.errors import Fault
 from strata_mlx.experts.traffic import Traffic
+from strata_mlx.server.engine import Engine
 from strata_mlx.server.jobs import Busy, End, Piece, Usage
 from strata_mlx.server.limits import Limits
 from tests.server.browser import BROWSER, Browser, browser
@@ -50,9 +52,9 @@ FAINT = """(() => {
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(tmp_path_factory.mktemp("browser")) as started:
-        yield started
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("browser")) as chromium:
+        yield chromium
 
 
 @pytest.fixture
@@ -62,16 +64,16 @@ def begin(serve: Serve, plain_tokenizer: TokenizerWrapper) -> Serve:
 
 
 @pytest.fixture
-def page(shared: Browser, serve: Serve) -> Iterator[Browser]:  # noqa: ARG001
+def page(started: Browser, serve: Serve) -> Iterator[Browser]:  # noqa: ARG001
     """A browser that nothing was done with, and that leaves before ``serve`` ends its servers. A test that expects
     errors in the console takes them away.
     """
-    shared.look(SIZES[0])
-    shared.errors.clear()
-    shared.urls.clear()
-    yield shared
-    shared.open("about:blank")
-    assert shared.errors == []
+    started.look(SIZES[0])
+    started.errors.clear()
+    started.urls.clear()
+    yield started
+    started.open("about:blank")
+    assert started.errors == []
 
 
 def begun(page: Browser, url: str) -> None:
@@ -229,7 +231,7 @@ def test_stop_ends_the_answer_and_its_work(page: Browser, begin: Serve) -> None:
     page.wait(f"{ANSWER}?.innerText.includes('two')")
     page.value("document.querySelector('#stop').focus()")
     page.press(" ")
-    assert engine.left.wait(WAIT)
+    assert stream.left.wait(WAIT)
     page.wait("document.querySelector('.answer[aria-busy=false]')")
     assert shown(page, ".answer").endswith("Stopped.")
 
@@ -324,7 +326,7 @@ def test_the_live_view_shows_the_state(page: Browser, begin: Serve) -> None:
     assert "96.5 MB of 128 MB" in shown(page, "#memory").replace("\n", " ") + " " + shown(page, "#memory-unit")
     assert shown(page, "#policy").split("\n")[:2] == ["mode", "biased"]
     assert page.value("document.querySelector('#status').dataset.state") == "busy"
-    assert float(shown(page, "#speed")) > 0
+    page.wait("parseFloat(document.querySelector('#speed').innerText) > 0")
 
 
 @in_browser
@@ -414,3 +416,30 @@ def test_the_keyboard_reaches_everything_and_one_sees_where(page: Browser, begin
     unnamed = """[...document.querySelectorAll("button, input, textarea, a")].filter((element) =>
         !(element.innerText.trim() || element.labels?.length)).map((element) => element.outerHTML)"""
     assert page.value(unnamed) == []
+
+
+@in_browser
+def test_a_real_model_answers_and_its_experts_come_and_go(page: Browser, serve: Serve) -> None:
+    model, tokenizer = load(slots=32, mtp=True)
+    engine = Engine(model, tokenizer, mtp="on", prefix_bytes=8_000_000)
+    url = serve(engine, tokenizer=tokenizer)
+    begun(page, url)
+    assert shown(page, "#map-note").startswith("0 %")
+    page.value("document.querySelector('#max-tokens').value = 60")
+    ask(page, "class Stack:")
+    page.wait(f"{ANSWER}?.querySelector('.text').textContent")
+    before = page.value("map.toDataURL()")
+    page.wait(f"{ANSWER}.ariaBusy === 'true' && map.toDataURL() !== {before!r}")
+    page.wait("document.querySelector('#status').dataset.state === 'busy'")
+    page.wait("document.querySelector('.answer[aria-busy=false]')")
+    page.wait("document.querySelector('#status').innerText === 'Idle'")
+    asked = {"messages": [{"role": "user", "content": "class Stack:"}], "max_tokens": 60}
+    whole = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=WAIT).json()
+    said = whole["choices"][0]["message"]["content"]
+    assert page.value(f"{ANSWER}.querySelector('.text').textContent").strip() == said.strip()
+    assert "60 tokens" in shown(page, ".facts")
+    assert shown(page, "#map-note").startswith("25 %")  # 32 of 128
+    hits = shown(page, "#hits").split("\n")
+    assert int(hits[1].replace(",", "")) > 0
+    assert int(hits[3].replace(",", "")) > 0
+    assert shown(page, "#drafts").startswith("draft 1")

@@ -103,7 +103,7 @@ const receive = async (response, entry, times) => {
   }
   entry.complete = true;
   if (usage) grow(() => entry.facts.append(...facts(usage, strata, times).map((fact) => make("span", {}, fact))));
-  if (reason === "length") entry.facts.append(make("span", {}, "ended at the most tokens"));
+  if (reason === "length") entry.facts.append(make("span", {}, "ended by its limit of tokens"));
   return usage;
 };
 
@@ -190,6 +190,9 @@ export const startChat = () => {
   });
   find("stop").addEventListener("click", () => running?.abort());
   find("new").addEventListener("click", begin);
+  addEventListener("hashchange", () => {
+    log.scrollTop = log.scrollHeight; // on a phone, the log could not follow while the engine was looked at
+  });
   for (const text of EXAMPLES) {
     const button = make("button", { type: "button" }, text);
     button.addEventListener("click", () => {

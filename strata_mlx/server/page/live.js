@@ -100,9 +100,9 @@ const showMemory = ({ memory }) => {
   fill("memory-meter", memory.budget === null ? 0 : memory.used / memory.budget);
   write(find("memory-title"), memory.scope[0].toUpperCase() + memory.scope.slice(1));
   terms(find("memory-facts"), [
-    ["left", memory.budget === null ? "no budget" : bytes(Math.max(0, memory.budget - memory.used))],
+    ["budget left", memory.budget === null ? null : bytes(Math.max(0, memory.budget - memory.used))],
     ["prefix cache", bytes(memory.prefixes)],
-    ["which may take", bytes(memory.prefix_budget)],
+    ["its limit", bytes(memory.prefix_budget)],
   ]);
 };
 
@@ -114,8 +114,9 @@ const showBudget = ({ memory }) => {
   const shown = [...parts, ...(rest ? [["other", rest]] : [])];
   const spent = shown.reduce((sum, [, size]) => sum + size, 0);
   stack("budget", shown.map(([name, size], i) => [name.replaceAll("_", " "), size, i + 1, bytes(size)]), Math.max(spent, memory.budget ?? 0));
-  find("budget").closest(".card").hidden = !shown.length;
-  write(find("budget-note"), memory.budget === null ? "" : `${bytes(spent)} of ${bytes(memory.budget)} reserved`);
+  find("budget-bar").hidden = !shown.length;
+  find("budget-none").hidden = shown.length > 0;
+  write(find("budget-note"), memory.budget === null ? "none" : `${bytes(spent)} of ${bytes(memory.budget)} reserved`);
 };
 
 const showDrafts = (state) => {

@@ -75,7 +75,8 @@ const draw = () => {
   const every = Math.ceil((14 * devicePixelRatio) / cell.high);
   for (let layer = 0; layer < layers; layer += every) {
     const right = cell.x - 8 * devicePixelRatio;
-    context.fillText(String(layer), right, (layer + 0.5) * cell.high - cell.gapY / 2);
+    const middle = Math.max((layer + 0.5) * cell.high - cell.gapY / 2, 6 * devicePixelRatio);
+    context.fillText(String(layer), right, middle);
   }
   const now = performance.now();
   for (let at = 0; at < resident.length; at += 1) paint(at, level(at, now));

@@ -4,8 +4,15 @@ import { make, write } from "./dom.js";
 
 const sources = new WeakMap(); // by paragraph, the text that it shows
 
+// Whether most lines are indented: models that go on with code put no fences around it.
+const isCode = (text) => {
+  const lines = text.split("\n").filter((line) => line.trim());
+  return lines.length > 1 && 2 * lines.filter((line) => /^( {4}|\t)/.test(line)).length >= lines.length;
+};
+
 // [{code, text}], the last of which may be unfinished.
 export const parts = (text) => {
+  if (!text.includes("```") && isCode(text)) return [{ code: true, text: text.trimEnd() }];
   const found = [{ code: false, text: "" }];
   for (const line of text.split("\n")) {
     const last = found.at(-1);

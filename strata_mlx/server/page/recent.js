@@ -3,6 +3,7 @@
 const WORK = 30; // seconds of work that shares are about
 export const SHOWN = 30; // seconds that the line of speeds shows
 const SMOOTH = 1.5; // seconds that a speed is averaged over
+const SHORTEST = 0.3; // and how many it takes to say one at all
 
 const tokens = (state) => state.totals.completion_tokens;
 
@@ -39,7 +40,7 @@ export class Recent {
   #addSpeed(state) {
     const { at } = state;
     const since = this.#speeds.findLast((each) => at - each.at >= SMOOTH) ?? this.#speeds[0];
-    const speed = since && at > since.at ? (tokens(state) - since.tokens) / (at - since.at) : 0;
+    const speed = since && at - since.at >= SHORTEST ? (tokens(state) - since.tokens) / (at - since.at) : 0;
     this.#speeds.push({ at, tokens: tokens(state), speed });
     while (at - this.#speeds[0].at > SHOWN + SMOOTH) this.#speeds.shift();
   }
