@@ -47,7 +47,7 @@ class Thinking(Closed):
 
 
 Block = Annotated[TextPart | ToolUse | ToolResult | Thinking, Field(discriminator="type")]
-_BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use")}
+_BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use"), "system": ("text",)}
 
 
 def _known_blocks(content: Any) -> Any:
@@ -59,7 +59,7 @@ def _known_blocks(content: Any) -> Any:
 
 
 class InputMessage(Closed):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], BeforeValidator(_known_blocks)]
 
     @model_validator(mode="after")

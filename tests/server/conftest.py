@@ -26,14 +26,30 @@ def plain_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrappe
     return make_tokenizer(tmp_path_factory.mktemp("plain"), template=None)
 
 
+@pytest.fixture(scope="module")
+def shared(tokenizer: TokenizerWrapper) -> Iterator[tuple[ScriptedEngine, str]]:
+    """An engine with a server around it, which starting takes longer than most tests."""
+    engine = ScriptedEngine()
+    with serving(engine, Settings(tokenizer, names=("tiny",))) as url:
+        yield engine, url
+
+
 @pytest.fixture
-def engine() -> ScriptedEngine:
-    return ScriptedEngine()
+def engine(shared: tuple[ScriptedEngine, str]) -> ScriptedEngine:
+    """As new."""
+    shared[0].reset()
+    return shared[0]
+
+
+@pytest.fixture
+def url(shared: tuple[ScriptedEngine, str]) -> str:
+    """Of the server around the engine."""
+    return shared[1]
 
 
 @pytest.fixture
 def serve(tokenizer: TokenizerWrapper) -> Iterator[Serve]:
-    """Start a server with the given engine and settings, and return its address."""
+    """Start another server, with the given engine and settings, and return its address."""
     with ExitStack() as stack:
 
         def start(engine: Generates, **settings: Any) -> str:

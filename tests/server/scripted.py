@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import uvicorn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
@@ -18,6 +16,7 @@ from tokenizers.models import BPE
 from strata_mlx.errors import Fault
 from strata_mlx.server.app import make_app
 from strata_mlx.server.jobs import Busy, End, Job, Piece, Usage
+from strata_mlx.server.running import listen, server_of, url_of
 from strata_mlx.server.serving import Generates, Settings
 from strata_mlx.server.state import ExpertState, MemoryState, State, Totals
 from strata_mlx.server.streams import Item, Stream
@@ -31,21 +30,36 @@ TEMPLATE = (
     "{{ m.content }}"
     "{% for tool_call in (m.tool_calls or []) %}<tool_call>{{ tool_call.function.name }}"
     "{{ tool_call.function.arguments | tojson }}</tool_call>{# tool_call.name #}{% endfor %}"
-    "{% if not (loop.last and continue_final_message) %}\n{% endif %}{% endfor %}"
+    "{% if not (loop.last and continue_final_message) %}{{ '\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% if enable_thinking %}<think>{% else %}<think></think>{% endif %}"
     "{% endif %}"
 )
 
 
+class WatchedStream(Stream):
+    """left: set when nobody will read on."""
+
+    def __init__(self, job: Job):
+        super().__init__(job)
+        self.left = threading.Event()
+
+    def cancel(self) -> None:
+        super().cancel()
+        self.left.set()
+
+
 class ScriptedEngine:
     """answer: what a job's stream holds from the beginning; more can be put into ``streams``, in the order of jobs."""
 
-    def __init__(self, answer: Callable[[Job], Iterable[Item | Fault]] | None = None):
-        self.answer = answer or (lambda job: text("Hello.", job))
+    def __init__(self) -> None:
+        self.alive = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.answer: Callable[[Job], Iterable[Item | Fault]] = lambda job: text("Hello.", job)
         self.room = 1000  # jobs that are taken
         self.refusal: Exception | None = None
-        self.alive = False
-        self.streams: list[Stream] = []
+        self.streams: list[WatchedStream] = []
         self.submitted = threading.Semaphore(0)
 
     def start(self) -> None:
@@ -56,12 +70,12 @@ class ScriptedEngine:
         for stream in self.streams:
             stream.put(Fault("the server ends"))
 
-    def submit(self, job: Job) -> Stream:
+    def submit(self, job: Job) -> WatchedStream:
         if self.refusal:
             raise self.refusal
         if len(self.streams) >= self.room:
             raise Busy(7)
-        stream = Stream(job)
+        stream = WatchedStream(job)
         for item in self.answer(job):
             stream.put(item)
         self.streams.append(stream)
@@ -73,7 +87,7 @@ class ScriptedEngine:
         """The latest."""
         return self.streams[-1].job
 
-    def stream(self) -> Stream:
+    def stream(self) -> WatchedStream:
         """The latest one, as soon as there is one that nobody has asked for yet."""
         assert self.submitted.acquire(timeout=WAIT)
         return self.streams[-1]
@@ -112,27 +126,17 @@ def make_tokenizer(path: Path, template: str | None = TEMPLATE) -> TokenizerWrap
     return load_tokenizer(path)
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config):
-        super().__init__(config)
-        self.ready = threading.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.ready.set()
-
-
 @contextmanager
 def serving(engine: Generates, settings: Settings) -> Iterator[str]:
     """The address of a server, without a slash at its end."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        config = uvicorn.Config(make_app(engine, settings), log_config=None, timeout_graceful_shutdown=5)
-        server = _Server(config)
+    ready = threading.Event()
+    with listen("127.0.0.1", 0) as listening:
+        server = server_of(make_app(engine, settings), ready=ready.set, ends=engine.close)
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
         thread.start()
-        assert server.ready.wait(WAIT)
+        assert ready.wait(WAIT)
         try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+            yield url_of(listening)
         finally:
             server.should_exit = True
             thread.join(WAIT)
