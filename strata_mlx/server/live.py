@@ -9,6 +9,7 @@ from base64 import b64encode
 from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
 from importlib.resources import files
+from pathlib import PurePath
 from typing import Any, Protocol
 
 import numpy as np
@@ -110,9 +111,10 @@ def page_router() -> APIRouter:
     """``/`` and what it loads. The files are read now: no path from a request is ever looked for on a disk."""
     result = APIRouter(include_in_schema=False)
     for file in (files(__package__) / "page").iterdir():
-        suffix = file.name[file.name.rindex(".") :]
-        path = "/" if suffix == ".html" else f"/page/{file.name}"
-        result.add_api_route(path, _serve(file.read_bytes(), _TYPES[suffix]), response_model=None)
+        media_type = _TYPES.get(PurePath(file.name).suffix)
+        if media_type is not None:  # not what an editor has left there
+            path = "/" if file.name == "index.html" else f"/page/{file.name}"
+            result.add_api_route(path, _serve(file.read_bytes(), media_type), response_model=None)
     return result
 
 

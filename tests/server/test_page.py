@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,6 +197,82 @@ def test_options_are_sent(page: Browser, begin: Serve, plain_tokenizer: Tokenize
     job = engine.job
     assert (job.temperature, job.max_tokens, job.seed) == (0.65, 17, 3)
     assert "Be brief." in plain_tokenizer.decode(list(job.prompt))
+
+
+@in_browser
+@pytest.mark.parametrize(
+    ("said", "kinds"),
+    [
+        ("One.\n```\ncode", ["DIV", "PRE"]),
+        ("```python\ncode\n```\n\nMore.\n```\ncode\n```", ["PRE", "DIV", "PRE"]),
+        (" # as models go on with code\n    def push(self):\n        pass", ["PRE"]),
+        ("A list:\n- one\n- two\n    more of two\n- three", ["DIV"]),
+        ("\n\n", []),
+    ],
+)
+def test_code_is_told_from_prose(page: Browser, begin: Serve, said: str, kinds: list[str]) -> None:
+    page.open(f"{begin(ShownEngine())}/")
+    text_of = """import("/page/prose.js").then((prose) => {
+      const element = document.createElement("div");
+      const said = %s;
+      for (let end = 0; end <= said.length; end += 1) prose.show(element, said.slice(0, end));
+      return [...element.children].map((child) => child.tagName);
+    })"""
+    assert page.value(text_of % json.dumps(said)) == kinds
+
+
+@in_browser
+def test_numbers_have_three_digits_and_units(page: Browser, begin: Serve) -> None:
+    page.open(f"{begin(ShownEngine())}/")
+    calls = {
+        "bytes(0)": "0 B",
+        "bytes(999)": "999 B",
+        "bytes(15360)": "15.4 KB",
+        "bytes(999600)": "1.00 MB",
+        "bytes(12e9)": "12.0 GB",
+        "number(7.126)": "7.13",
+        "number(123.4)": "123",
+        "number(1234.4)": "1,234",
+        "seconds(0.0123)": "12 ms",
+        "seconds(1.5)": "1.50 s",
+        "seconds(150)": "2 min",
+        "seconds(10800)": "3 h",
+        "percent(0.1234)": "12.3 %",
+        "plural(1, 'token')": "1 token",
+        "plural(1234, 'token')": "1,234 tokens",
+    }
+    made = "import('/page/format.js').then((it) => [{}])".format(", ".join(f"it.{call}" for call in calls))
+    assert dict(zip(calls, page.value(made), strict=True)) == calls
+
+
+@in_browser
+def test_shares_are_about_the_latest_work(page: Browser, begin: Serve) -> None:
+    page.open(f"{begin(ShownEngine())}/")
+    made = """import("/page/recent.js").then(({ Recent }) => {
+      const recent = new Recent();
+      const seen = [];
+      const add = (at, tokens, requests = []) => {
+        recent.add({ at, requests, totals: { completion_tokens: tokens } });
+        seen.push([recent.worked, recent.sum((state) => state.totals.completion_tokens), recent.speed]);
+      };
+      add(0, 100); // before the page was opened
+      add(10, 100); // idle
+      add(12, 120, ["one"]);
+      add(14, 180);
+      add(1000, 180); // idle
+      for (let i = 1; i <= 20; i += 1) add(1000 + 2 * i, 180 + 20 * i, ["one"]);
+      add(1, 5); // the server was started again
+      return seen;
+    })"""
+    seen = page.value(made)
+    assert seen[0] == [False, 100, 0]
+    assert seen[1] == [False, 100, 0]
+    assert seen[2] == [True, 20, 10]
+    assert seen[3] == [True, 80, 30]
+    assert seen[4] == [True, 80, 0]
+    assert seen[5] == [True, 100, 10]
+    assert seen[24] == [True, 300, 10]  # of the latest 30 seconds
+    assert seen[25] == [False, 5, 0]
 
 
 @in_browser
