@@ -1,0 +1,1 @@
+"""Servers under load: how they are started, asked, and what is made of their answers."""

@@ -1,0 +1,95 @@
+"""Who gives more tokens per second, at one stream and at many."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .client import Answer, Prompt, ask, client
+from .processes import Server
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one server did with its prompts: ``streams`` of them at a time."""
+
+    server: str
+    streams: int
+    answers: list[Answer]
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(answer.tokens for answer in self.answers) / self.seconds
+
+
+async def turn(server: Server, streams: int, prompts: Sequence[Prompt]) -> Turn:
+    """Ask for all ``prompts``, ``streams`` at a time; a stream that is done goes on with the next prompt."""
+    left = iter(enumerate(prompts))
+    answers: dict[int, Answer] = {}
+    async with client() as http:
+
+        async def stream() -> None:
+            for number, prompt in left:
+                answers[number] = await ask(http, server.url, prompt)
+
+        start = time.perf_counter()
+        await asyncio.gather(*(stream() for _ in range(streams)))
+        seconds = time.perf_counter() - start
+    return Turn(server.name, streams, [answers[number] for number in range(len(prompts))], seconds)
+
+
+def race(
+    servers: Sequence[Server],
+    prompts: Iterator[Prompt],
+    streams: Sequence[int],
+    rounds: int,
+    each: int,
+    report: Callable[[int], object] = lambda _: None,
+) -> list[list[Turn]]:
+    """Turns of all ``servers`` on the same prompts, which nobody has seen before: those that belong together, by
+    number of streams and round; the first of each number warms up and is left out. each: prompts for each stream.
+    report: told how many requests have been answered.
+    """
+    result = []
+    for count in streams:
+        for number in range(rounds + 1):
+            mine = [next(prompts) for _ in range(count * each)]
+            turns = {}
+            for server in servers[:: -1 if number % 2 else 1]:
+                turns[server.name] = asyncio.run(turn(server, count, mine))
+                report(len(mine))
+            if number:
+                result.append([turns[server.name] for server in servers])
+    return result
+
+
+def rows(turns: Sequence[Sequence[Turn]]) -> list[dict[str, Any]]:
+    """By number of streams and server: the median speed, and that over pairs of turns of ours over the other's."""
+    result = []
+    for count in dict.fromkeys(pair[0].streams for pair in turns):
+        pairs = [pair for pair in turns if pair[0].streams == count]
+        for place, server in enumerate(turn.server for turn in pairs[0]):
+            own = [pair[place] for pair in pairs]
+            answers = [answer for each in own for answer in each.answers]
+            result.append(
+                {
+                    "streams": count,
+                    "server": server,
+                    "tokens_per_s": statistics.median(each.tokens_per_s for each in own),
+                    "range": [min(each.tokens_per_s for each in own), max(each.tokens_per_s for each in own)],
+                    "of_mlx_lm": statistics.median(pair[place].tokens_per_s / pair[-1].tokens_per_s for pair in pairs),
+                    "first_token_ms": 1e3 * statistics.median(answer.first or 0.0 for answer in answers),
+                    "same_text": sum(
+                        mine.text == other.text
+                        for pair in pairs
+                        for mine, other in zip(pair[place].answers, pair[-1].answers, strict=True)
+                    )
+                    / len(answers),
+                }
+            )
+    return result
