@@ -266,13 +266,18 @@ def test_logits_that_are_not_finite_end_that_request_alone(pair: Pair, broken: i
     assert [told(list(sequence.stream)) for sequence in sequences] == alone
 
 
-def test_turns_of_a_chat_and_of_another_between_them_are_not_read_again(pair: Pair) -> None:
+@pytest.mark.parametrize("company", [False, True])
+def test_turns_of_a_chat_and_of_another_between_them_are_not_read_again(pair: Pair, company: bool) -> None:
     served, cold = Served(*pair, prefix_bytes=10**9), Served(*pair)
+    if company:
+        served.until(served.add(Job(prompt(7, 20), 10_000)), 3)
     chats = [prompt(n, 40) for n in range(2)]
     for turn in range(3):
         for number, chat in enumerate(chats):
             job = Job(chat, 12, top_logprobs=0)
-            items = served.together([job])[0]
+            sequence = served.add(job)
+            served.until(sequence, 12)
+            items = list(sequence.stream)
             assert told(items) == told(cold.together([job])[0])
             decoded = tuple(token.id for token in told(items)[1])
             if turn:
