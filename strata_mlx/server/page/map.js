@@ -16,7 +16,7 @@ const still = matchMedia("(prefers-reduced-motion: reduce)");
 let layers = 0;
 let columns = 0;
 let resident = new Uint8Array(0); // by layer and expert
-let read = new Float64Array(0); // when it was, in ms; 0 is long ago
+let read = new Float64Array(0); // when it was, in ms since the page was opened, or -Infinity
 let painted = new Uint8Array(0); // the level that each cell shows
 let palette = [];
 let cell = null; // {x, across, high, gapX, gapY} in pixels of the canvas
@@ -102,7 +102,7 @@ export const showMap = (experts) => {
   if (first) {
     ({ layers, count: columns } = experts);
     resident = new Uint8Array(layers * columns).fill(1);
-    read = new Float64Array(layers * columns);
+    read = new Float64Array(layers * columns).fill(-Infinity);
     painted = new Uint8Array(layers * columns);
   }
   const now = performance.now();
