@@ -231,6 +231,7 @@ def _load(
         sampling=Sampling(args.max_tokens, args.temp, args.top_p, args.top_k, args.min_p),
         template_options=template_options,
         limits=limits,
+        max_context=max_context,
         log_prompts=args.log_prompts,
     )
     _describe(args, policy, model, str(routing), max_context, prefix_bytes)

@@ -14,7 +14,7 @@ from sse_starlette import ServerSentEvent
 from ..errors import Fault, InputError
 from . import problems
 from .anthropic_schema import Conversation, CountRequest, MessagesRequest
-from .chat import Call, Part, Reader, Reasoning, Text, encode_chat
+from .chat import Call, Part, Reader, Reasoning, Text, chat_text
 from .jobs import End, Usage
 from .openai import extension
 from .serving import Events, Server, answer, steps
@@ -31,7 +31,7 @@ def router(server: Server) -> APIRouter:
     async def encode(asked: Conversation) -> list[int]:
         settings.check_model(asked.model)
         options = {**settings.template_options, **_thinking(asked, settings.tokenizer.has_thinking)}
-        return await server.encode(encode_chat, asked.rendered(), asked.callable_tools, options, asked.unfinished)
+        return await server.encode(chat_text, asked.rendered(), asked.callable_tools, options, asked.unfinished)
 
     @routes.post(MESSAGES)
     async def messages(asked: MessagesRequest, request: Request) -> Response:

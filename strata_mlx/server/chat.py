@@ -55,14 +55,15 @@ def check_options(options: Mapping[str, Any], what: str) -> None:
         raise InputError(f"{what}: {', '.join(taken)} cannot be given to the chat template")
 
 
-def encode_chat(
+def chat_text(
     tokenizer: TokenizerWrapper,
     messages: Sequence[Message],
     tools: Sequence[Tool],
     options: Mapping[str, Any],
     unfinished: bool,
-) -> list[int]:
-    """The tokens of a conversation, which an answer follows or, where it is ``unfinished``, goes on with.
+) -> tuple[str, bool]:
+    """A conversation as the text that an answer follows or, where it is ``unfinished``, goes on with, and whether the
+    tokenizer is to add its special tokens.
 
     A model without a chat template goes on with the texts themselves: what the assistant said follows what it was said
     to, and everything else begins a line.
@@ -73,9 +74,13 @@ def encode_chat(
     if not tokenizer.has_chat_template:
         if options:
             raise InputError(f"this model has no chat template, which {', '.join(sorted(options))} could be given to")
-        return list(tokenizer.encode(_as_text(messages)))
-    given = {**options, "tools": list(tools)} if tools else options
-    return list(tokenizer.encode(render_chat(tokenizer, messages, unfinished, given), add_special_tokens=False))
+        return _as_text(messages), True
+    return render_chat(tokenizer, messages, unfinished, {**options, "tools": list(tools)} if tools else options), False
+
+
+def plain_text(tokenizer: TokenizerWrapper, text: str) -> tuple[str, bool]:
+    """The same of a text that is no conversation."""
+    return text, tokenizer.bos_token is None or not text.startswith(tokenizer.bos_token)
 
 
 def _as_text(messages: Sequence[Message]) -> str:

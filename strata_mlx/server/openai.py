@@ -11,12 +11,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from sse_starlette import ServerSentEvent
 
 from ..errors import Fault
 from . import problems
-from .chat import Call, Part, Reader, Reasoning, Text, Verbatim, check_options, encode_chat
+from .chat import Call, Part, Reader, Reasoning, Text, Verbatim, chat_text, check_options, plain_text
 from .jobs import End, Token, Usage
 from .openai_schema import ChatRequest, CompletionRequest
 from .serving import Events, Server, answer, copies, steps
@@ -36,7 +35,7 @@ def router(server: Server) -> APIRouter:
         check_options(asked.chat_template_kwargs, "chat_template_kwargs")
         options = {**settings.template_options, **asked.chat_template_kwargs}
         messages, tools = [message.rendered() for message in asked.messages], asked.callable_tools
-        prompt = await server.encode(encode_chat, messages, tools, options, False)
+        prompt = await server.encode(chat_text, messages, tools, options, False)
         streams = server.submit(copies(asked.chat_job(prompt, settings.sampling), asked.n))
         one_call = not asked.parallel_tool_calls
         readers = [Reader(settings.tokenizer, prompt, tools, one_call) for _ in streams]
@@ -49,7 +48,7 @@ def router(server: Server) -> APIRouter:
     async def completions(asked: CompletionRequest, request: Request) -> Response:
         settings.check_model(asked.model)
         prompts = [
-            await server.encode(_encode, prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts
+            await server.encode(plain_text, prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts
         ]
         jobs = [asked.completion_job(prompt, settings.sampling) for prompt in prompts]
         streams = server.submit([copy for job in jobs for copy in copies(job, asked.n)])
@@ -69,10 +68,6 @@ def router(server: Server) -> APIRouter:
         return _model(name)
 
     return routes
-
-
-def _encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
-    return list(tokenizer.encode(text))
 
 
 def _model(name: str) -> dict[str, Any]:

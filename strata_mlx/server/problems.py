@@ -19,6 +19,8 @@ _ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
+# What fields of a job are made of, where that has another name.
+_FIELDS = {("/v1/chat/completions", "prompt"): "messages"}
 
 
 def body(path: str, status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -48,6 +50,8 @@ def of(path: str, error: Exception) -> JSONResponse:
     """The answer to a request that ended in ``error``: InputError, Busy, or something that failed."""
     if isinstance(error, Busy):
         return response(path, 429, str(error), code="queue_full", headers={"Retry-After": str(error.retry_after)})
+    if isinstance(error, JobError):
+        return response(path, 400, str(error), param=_FIELDS.get((path, error.field), error.field))
     if isinstance(error, InputError):
-        return response(path, 400, str(error), param=error.field if isinstance(error, JobError) else None)
+        return response(path, 400, str(error))
     return response(path, 500, str(error))

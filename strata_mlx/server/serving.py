@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import StrataError
 from .chat import Part, Reader, Verbatim
-from .jobs import End, Job, Piece, Token
+from .jobs import End, Job, JobError, Piece, Token
 from .limits import Limits
 from .streams import Stream
 
@@ -55,7 +55,7 @@ class Sampling:
 @dataclass(frozen=True)
 class Settings:
     """names: of the model, the first of which answers bear; a request may give any, or mlx_lm's "default_model".
-    template_options: for the chat template. log_prompts: whether logs hold what is asked.
+    template_options: for the chat template. max_context: of the engine. log_prompts: whether logs hold what is asked.
     """
 
     tokenizer: TokenizerWrapper
@@ -63,6 +63,7 @@ class Settings:
     sampling: Sampling = field(default_factory=Sampling)
     template_options: Mapping[str, Any] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
+    max_context: int | None = None
     log_prompts: bool = False
 
     @property
@@ -83,11 +84,25 @@ class Server:
     def __init__(self, engine: Generates, settings: Settings):
         self.engine, self.settings = engine, settings
         self._encoding = asyncio.Lock()  # tokenizers are not made for several threads
+        longest = max(map(len, settings.tokenizer.get_vocab()))
+        self._most = None if settings.max_context is None else settings.max_context * longest
 
-    async def encode(self, function: Callable[..., list[int]], *args: Any) -> list[int]:
-        """What ``function`` makes of ``args`` and the tokenizer, while the event loop goes on. Raises InputError."""
+    async def encode(self, text_of: Callable[..., tuple[str, bool]], *args: Any) -> list[int]:
+        """The tokens of what ``text_of``, such as chat_text(), makes of ``args``, while the event loop goes on. Raises
+        InputError.
+        """
         async with self._encoding:
-            return await asyncio.to_thread(function, self.settings.tokenizer, *args)
+            return await asyncio.to_thread(self._encode, text_of, *args)
+
+    def _encode(self, text_of: Callable[..., tuple[str, bool]], *args: Any) -> list[int]:
+        text, special = text_of(self.settings.tokenizer, *args)
+        if self._most is not None and len(text) > self._most:  # found out in no time, which encoding it would take
+            raise JobError(
+                "prompt",
+                f"the prompt has {len(text)} characters, and this server has room for {self.settings.max_context} "
+                "tokens with the answer: send less, or start the server with a larger --max-context",
+            )
+        return list(self.settings.tokenizer.encode(text, add_special_tokens=special))
 
     def submit(self, jobs: Sequence[Job]) -> list[Stream]:
         """Hand in ``jobs`` together: all, or where one is refused, none."""

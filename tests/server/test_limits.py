@@ -19,7 +19,7 @@ from strata_mlx.server.limits import LOOPBACK, Limits
 from strata_mlx.server.serving import Settings
 
 from .conftest import Serve
-from .scripted import WAIT, ScriptedEngine, serving
+from .scripted import END, WAIT, ScriptedEngine, serving
 
 ASK: list[Any] = [{"role": "user", "content": "what nobody else may see"}]
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -196,6 +196,22 @@ def test_what_is_too_large_is_told_before_it_is_sent(engine: ScriptedEngine, ser
             b"Content-Length: 1000000000\r\n\r\n"
         )
         assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_a_text_that_cannot_fit_is_not_taken_apart(
+    engine: ScriptedEngine, serve: Serve, tokenizer: TokenizerWrapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, longest = serve(engine, max_context=10), len(END)
+    assert post(url, "/v1/completions", json={"prompt": "x" * 10 * longest}).status_code == 200
+    monkeypatch.setattr(type(tokenizer), "encode", None, raising=False)
+    for path, body, field in (
+        ("/v1/completions", {"prompt": "x" * (10 * longest + 1)}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 10 * longest}]}, "messages"),
+    ):
+        response = post(url, path, json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == field
+        assert "room for 10 tokens" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/completions"])
