@@ -60,6 +60,18 @@ def test_caches_grow_with_the_context_and_the_head_adds_its_own(folder: Path) ->
     assert without.per_slot < short.per_slot
 
 
+def test_sequences_have_caches_of_their_own_and_what_is_kept_comes_on_top(folder: Path) -> None:
+    one, four = needs_of(plan_of(folder), context=256), needs_of(plan_of(folder), context=256, sequences=4)
+    for part in ("kv_cache", "recurrent_state"):
+        assert four.fixed[part] == 4 * one.fixed[part] > 0
+    assert four.fixed["prefixes"] == one.fixed["prefixes"] == 0
+    assert needs_of(plan_of(folder), context=256, sequences=100).window > four.window >= one.window
+    kept = needs_of(plan_of(folder), context=256, prefixes=10**6)
+    assert kept.fixed["prefixes"] > 10**6
+    with refuses(InputError, "too small", "fewer or shorter contexts need less", "prefixes"):
+        needs_of(plan_of(folder), sequences=4, prefixes=10**6).fit(10**6)
+
+
 @pytest.mark.skipif(not on_cpu(), reason="on a GPU the budget is about its memory")
 def test_the_process_counts_as_it_is(folder: Path) -> None:
     before = needs_of(plan_of(folder)).fixed["process"]
