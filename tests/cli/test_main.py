@@ -18,7 +18,7 @@ import strata_mlx.cli as cli
 from strata_mlx import Fault, __version__
 from tests.cli.conftest import Run
 
-COMMANDS = ("generate", "convert", "inspect", "tune", "evaluate", "cache_prompt")
+COMMANDS = ("generate", "convert", "inspect", "tune", "evaluate", "server", "cache_prompt")
 PYTHON = (sys.executable, "-m", "strata_mlx")
 
 
