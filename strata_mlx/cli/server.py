@@ -14,11 +14,10 @@ import argparse
 import importlib.util
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Fault, InputError
+from ..errors import InputError
 from ..experts.sizes import format_size, parse_size
 from ..policy import Policy
 from ..routing import RoutingPolicy
@@ -286,9 +285,6 @@ def _serve(model: nn.Module, engine: Engine, settings: Settings, listening: sock
 
     def ends() -> None:
         engine.close()
-        try:
-            save_profile(model)
-        except Fault as error:
-            print(f"warning: {error}", file=sys.stderr)
+        save_profile(model)
 
     serve(make_app(engine, settings), listening, ready=ready, ends=ends)
