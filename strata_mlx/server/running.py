@@ -58,7 +58,7 @@ def serve(app: FastAPI, listening: socket.socket, *, ready: Callable[[], None], 
 
 
 def server_of(app: FastAPI, ready: Callable[[], None], ends: Callable[[], None]) -> uvicorn.Server:
-    config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=_GRACE)
+    config = uvicorn.Config(app, log_config=None, server_header=False, timeout_graceful_shutdown=_GRACE)
     return _Server(config, ready, ends)
 
 
