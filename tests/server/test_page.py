@@ -424,7 +424,7 @@ def test_it_asks_for_the_key_once_and_again_where_it_is_wrong(page: Browser, beg
     page.press("Enter")
     page.wait("document.querySelector('#key-error').innerText")
     page.press("Escape")
-    assert page.value("document.querySelector('#key-dialog').open")
+    page.wait("document.querySelector('#key-dialog').open && document.activeElement.id === 'key'")
     page.type("open sesame")
     page.press("Enter")
     page.wait("document.querySelector('#status').dataset.state === 'idle'")
@@ -483,11 +483,14 @@ def test_the_keyboard_reaches_everything_and_one_sees_where(page: Browser, begin
     reached = set()
     for _ in range(len(wanted) + 5):
         page.press("Tab")
-        name, outline = page.value(
-            """((element) => [element.id || element.outerHTML, parseFloat(getComputedStyle(element).outlineWidth)])
-              (document.activeElement)"""
+        name, seen = page.value(
+            """((element) => {
+              const { outlineStyle, outlineWidth } = getComputedStyle(element);
+              if (element === document.body) return ["", true]; // past the last, and before the first
+              return [element.id || element.outerHTML, outlineStyle !== "none" && parseFloat(outlineWidth) >= 2];
+            })(document.activeElement)"""
         )
-        assert outline >= 1, name
+        assert seen, name
         reached.add(name)
     assert wanted <= reached
     unnamed = """[...document.querySelectorAll("button, input, textarea, a")].filter((element) =>
@@ -503,19 +506,24 @@ def test_a_real_model_answers_and_its_experts_come_and_go(page: Browser, serve: 
     begun(page, url)
     assert shown(page, "#map-note").startswith("0 %")
     page.value("document.querySelector('#max-tokens').value = 60")
+    page.value(f"""(() => {{
+      window.maps = new Set();
+      const look = () => {{
+        if ({ANSWER}?.ariaBusy === "true" && {ANSWER}.querySelector(".text").textContent) maps.add(map.toDataURL());
+        requestAnimationFrame(look);
+      }};
+      look();
+    }})()""")
     ask(page, "class Stack:")
-    page.wait(f"{ANSWER}?.querySelector('.text').textContent")
-    before = page.value("map.toDataURL()")
-    page.wait(f"{ANSWER}.ariaBusy === 'true' && map.toDataURL() !== {before!r}")
-    page.wait("document.querySelector('#status').dataset.state === 'busy'")
     page.wait("document.querySelector('.answer[aria-busy=false]')")
     page.wait("document.querySelector('#status').innerText === 'Idle'")
+    assert page.value("window.maps.size") > 3
     asked = {"messages": [{"role": "user", "content": "class Stack:"}], "max_tokens": 60}
     whole = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=WAIT).json()
     said = whole["choices"][0]["message"]["content"]
     assert page.value(f"{ANSWER}.querySelector('.text').textContent").strip() == said.strip()
     assert "60 tokens" in shown(page, ".facts")
-    assert shown(page, "#map-note").startswith("25 %")  # 32 of 128
+    assert 20 <= int(shown(page, "#map-note").split()[0]) <= 25  # 32 of 128, but for a layer that is not full yet
     hits = shown(page, "#hits").split("\n")
     assert int(hits[1].replace(",", "")) > 0
     assert int(hits[3].replace(",", "")) > 0

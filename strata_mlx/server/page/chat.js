@@ -51,7 +51,7 @@ const facts = (usage, strata, times) => {
   const decoding = times.end - times.first;
   return [
     plural(usage.completion_tokens, "token"),
-    usage.completion_tokens > 1 && decoding > 0 && `${number((usage.completion_tokens - 1) / decoding)} tokens/s`,
+    usage.completion_tokens > 1 && decoding > 0.02 && `${number((usage.completion_tokens - 1) / decoding)} tokens/s`,
     `first after ${seconds(times.first - times.start)}`,
     `prompt ${count(usage.prompt_tokens)}${cached ? `, ${count(cached)} cached` : ""}`,
     drafted && `${percent(accepted / drafted, 0)} of ${plural(drafted, "draft")} accepted`,

@@ -11,7 +11,6 @@ onKeyNeeded(
       const dialog = find("key-dialog");
       write(find("key-error"), refused ? "That key was refused." : "");
       find("key").value = "";
-      dialog.addEventListener("cancel", (event) => event.preventDefault(), { once: true });
       dialog.addEventListener("close", () => resolve(find("key").value), { once: true });
       dialog.showModal();
     }),
