@@ -66,9 +66,9 @@ class Served:
         return [self.together([job])[0] for job in jobs]
 
     def until(self, sequence: Sequence, tokens: int) -> None:
-        """Turn until ``sequence`` has so many tokens."""
+        """Turn until ``sequence`` has so many tokens, or has ended."""
         for _ in range(TURNS):
-            if len(sequence.tokens) >= tokens:
+            if len(sequence.tokens) >= tokens or sequence.outcome is not None:
                 return
             self.scheduler.turn()
         raise AssertionError("the request does not come so far")

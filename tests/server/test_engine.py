@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -189,6 +191,23 @@ def test_close_ends_every_stream_with_a_fault_and_takes_nothing_more(start: Star
     with pytest.raises(Fault, match="closing"):
         engine.submit(jobs(1)[0])
     engine.close()
+
+
+def test_a_process_ends_cleanly_after_close(folder: Path) -> None:
+    script = f"""
+from strata_mlx import load
+from strata_mlx.server.engine import Engine
+from strata_mlx.server.jobs import Job
+
+engine = Engine(*load({str(folder)!r}))
+engine.start()
+print(list(engine.submit(Job((1, 2), 3)))[-1].reason)
+engine.close()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "length\n", "")
 
 
 def test_an_error_that_nobody_understands_ends_every_stream_and_is_told(

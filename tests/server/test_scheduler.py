@@ -17,11 +17,16 @@ from strata_mlx import Fault, InputError, Policy, RetentionPolicy, generate, loa
 from strata_mlx.server import scheduler as scheduling
 from strata_mlx.server.jobs import Job
 from strata_mlx.server.sequences import Sequence
+from strata_mlx.server.streams import Item
 from tests.server.served import Served, end_of, prompt, text_of, told, usage_of
 from tests.tiny import FAMILIES, make_checkpoint
 
 Pair = tuple[nn.Module, TokenizerWrapper]
 SIZES = (5, 1, 40, 2, 17, 33, 64, 9)
+SOURCE = (
+    'class Matrix:\n    """A dense matrix of floats; rows are lists."""\n\n'
+    "    def transpose(self):\n        return Matrix([list(column) for"
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +37,11 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
         for family in FAMILIES
     }
     return {family: load(path, mtp="auto") for family, path in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Pair:
+    return load(mtp=True)
 
 
 @pytest.fixture
@@ -87,20 +97,31 @@ def test_a_request_that_drafts_goes_on_together_with_those_that_come(pair: Pair,
     assert all(usage_of(each).drafted == 0 for each in items[1:])
 
 
-def test_a_request_alone_drafts_and_says_how_many_were_accepted(pair: Pair) -> None:
+def test_one_that_is_no_longer_alone_when_it_has_been_read_does_not_draft(pair: Pair) -> None:
+    served = Served(*pair, mtp="on", step_size=8)
+    long = served.add(Job(prompt(1, 100), 20))
+    served.scheduler.turn()
+    short = served.add(Job(prompt(2, 5), 1000))
+    served.until(long, 1)
+    before = len(short.tokens)
+    served.until(long, 11)
+    assert len(short.tokens) == before + 10
+    assert long.drafted == 0
+
+
+def test_a_request_alone_drafts_and_says_how_many_were_accepted(embedded: Pair) -> None:
     policy = Policy(RetentionPolicy(), mtp="on", max_steps=3)
-    served = Served(*pair, mtp="on", policy=policy)
-    job = Job(prompt(0, 20), 30)
+    served = Served(*embedded, mtp="on", policy=policy)
+    job = Job(tuple(embedded[1].encode(SOURCE)), 20)
     items = served.together([job])[0]
-    assert told(items) == told(Served(*pair).together([job])[0])
+    assert told(items) == told(Served(*embedded).together([job])[0])
     usage, totals = usage_of(items), served.totals
-    assert usage.drafted >= usage.accepted
-    assert usage.drafted > 20
+    assert usage.drafted > usage.accepted > 6
     assert totals.drafted == usage.drafted
     assert sum(totals.verified) == usage.drafted  # without gates
     assert sum(totals.accepted) == usage.accepted
     assert totals.verified[3:] == [0] * 5
-    *_, last = stream_generate(*pair, list(job.prompt), 30, mtp=True, max_steps=3)
+    *_, last = stream_generate(*embedded, list(job.prompt), 20, mtp=True, max_steps=3)
     assert last.speculation
     assert (usage.drafted, usage.accepted) == (last.speculation.drafted, last.speculation.accepted)
 
@@ -127,6 +148,12 @@ def test_a_seed_repeats_a_sampled_text_in_any_company(pair: Pair, mtp: str) -> N
     assert texts[2] != alone
 
 
+def test_the_tokens_of_a_seed_are_drawn_one_by_one(pair: Pair) -> None:
+    sequence = Served(*pair).add(Job((1,), 50, temperature=1.0, seed=3))
+    uniform = mx.full((1, 259), -np.log(259))
+    assert len({sequence.draw(uniform).item() for _ in range(20)}) > 15
+
+
 def test_without_a_seed_texts_differ(pair: Pair) -> None:
     job = Job(prompt(3, 20), 20, temperature=1.5)
     assert len({text_of(items) for items in Served(*pair).together([job] * 4)}) == 4
@@ -141,8 +168,15 @@ def test_top_p_of_zero_takes_the_likeliest_token(pair: Pair) -> None:
 @pytest.mark.parametrize("mtp", ["off", "on"])
 def test_penalties_and_bias_are_mlx_lms_in_the_batch_and_alone(pair: Pair, mtp: str) -> None:
     model, tokenizer = pair
+    [items] = Served(model, tokenizer).together([Job(prompt(5, 30), 20, top_logprobs=0)])
+    repeated = tuple(token.id for token in told(items)[1])
     job = Job(
-        prompt(5, 30), 25, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7, logit_bias={65: 4.0}
+        (*prompt(5, 30), *repeated, *prompt(5, 30), *repeated),  # penalties are about these from the beginning
+        25,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.7,
+        logit_bias={65: 4.0},
     )
     processors = make_logits_processors({65: 4.0}, 1.3, 20, 0.5, 20, 0.7, 20)
     expected = generate(model, tokenizer, list(job.prompt), max_tokens=25, mtp=False, logits_processors=processors)
@@ -306,15 +340,32 @@ def test_the_same_prompt_again_is_read_but_for_its_last_token(pair: Pair) -> Non
     assert served.totals.prompt_tokens == 5 * 50
 
 
-def test_a_head_drafts_after_a_known_prompt_as_after_one_that_was_read(pair: Pair) -> None:
-    served = Served(*pair, mtp="on", prefix_bytes=10**9, policy=Policy(mtp="on", max_steps=2))
-    job = Job(prompt(0, 50), 30)
-    first, second = served.one_by_one([job, job])
-    assert usage_of(second).cached_tokens == 49
-    assert (usage_of(first).drafted, usage_of(first).accepted) == (usage_of(second).drafted, usage_of(second).accepted)
-    cold = Served(*pair, mtp="on", policy=Policy(mtp="on", max_steps=2))
-    longer = Job((*job.prompt, *prompt(1, 30)), 30)
-    warm, expected = served.together([longer])[0], cold.together([longer])[0]
-    assert usage_of(warm).cached_tokens == 49
-    assert told(warm) == told(expected)
-    assert usage_of(warm).accepted == usage_of(expected).accepted
+def test_a_head_drafts_after_a_known_prompt_as_after_one_that_was_read(embedded: Pair) -> None:
+    policy = Policy(mtp="on", max_steps=2)
+    served = Served(*embedded, mtp="on", prefix_bytes=10**9, policy=policy)
+    ids = tuple(embedded[1].encode(SOURCE))
+    first, second = served.one_by_one([Job(ids, 16)] * 2)
+    assert usage_of(second).cached_tokens == len(ids) - 1
+    assert _drafts(first) == _drafts(second)
+    longer = Job((*ids, *ids[:20]), 16)
+    [warm], [cold] = served.together([longer]), Served(*embedded, mtp="on", policy=policy).together([longer])
+    assert usage_of(warm).cached_tokens == len(ids) - 1
+    assert told(warm) == told(cold)
+    assert _drafts(warm) == _drafts(cold)
+
+
+def test_a_head_knows_a_text_that_it_has_drafted_for(embedded: Pair) -> None:
+    policy = Policy(mtp="on", max_steps=2)
+    served = Served(*embedded, mtp="on", prefix_bytes=10**9, policy=policy)
+    ids = tuple(embedded[1].encode(SOURCE))
+    [items] = served.together([Job(ids, 16, top_logprobs=0)])
+    decoded = tuple(token.id for token in told(items)[1])
+    longer = Job((*ids, *decoded, *ids[:20]), 16)
+    [warm], [cold] = served.together([longer]), Served(*embedded, mtp="on", policy=policy).together([longer])
+    assert usage_of(warm).cached_tokens == len(ids) + len(decoded) - 1
+    assert told(warm) == told(cold)
+    assert usage_of(warm).accepted >= usage_of(cold).accepted - 1
+
+
+def _drafts(items: list[Item]) -> tuple[int, int]:
+    return usage_of(items).drafted, usage_of(items).accepted
