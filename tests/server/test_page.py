@@ -27,10 +27,12 @@ PAGE = Path(strata_mlx.server.__file__).with_name("page")
 SIZES = (1280, 375)
 in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 ANSWER = "document.querySelector('.answer:last-of-type')"
-# Of what is seen: elements beyond the right edge, and texts with too little contrast to what is behind them.
+# Of what is seen: elements beyond the right edge or with contents that are too wide, and texts with too little contrast
+# to what is behind them.
 WIDE = """[...document.querySelectorAll("body *")].filter((element) => element.checkVisibility())
   .filter((element) => !element.closest(".unseen, .table *, pre *"))
-  .filter((element) => element.getBoundingClientRect().right > innerWidth + 0.5)
+  .filter((element) => element.getBoundingClientRect().right > innerWidth + 0.5 ||
+    (element.matches("body, main, section, #log, dialog") && element.scrollWidth > element.clientWidth))
   .map((element) => element.outerHTML.slice(0, 90))"""
 FAINT = """(() => {
   const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
@@ -398,7 +400,8 @@ def test_the_live_view_shows_the_state(page: Browser, begin: Serve) -> None:
     ]
     assert shown(page, "#requests-note") == "2 of 16 running, 1 of 64 waiting"
     assert shown(page, "#drafts").split("\n") == ["draft 1", "75 % of 20", "draft 2", "40 % of 10"]
-    assert shown(page, "#drafts-note") == "1.60 tokens per window"
+    assert shown(page, "#drafts-note") == "63 % of 30 drafted"
+    assert shown(page, "#speed-facts").endswith("tokens per window\n1.60")
     assert shown(page, "#time").split("\n") == ["decoding alone", "750 ms", "75 %", "reading prompts", "250 ms", "25 %"]
     assert "96.5 MB of 128 MB" in shown(page, "#memory").replace("\n", " ") + " " + shown(page, "#memory-unit")
     assert shown(page, "#policy").split("\n")[:2] == ["mode", "biased"]

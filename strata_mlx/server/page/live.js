@@ -40,9 +40,13 @@ const showSpeed = (state) => {
   const line = `M${points.join("L")}`;
   find("sparkline").querySelector(".line").setAttribute("d", line);
   find("sparkline").querySelector(".area").setAttribute("d", `${line}V44H${points[0].split(" ")[0]}Z`);
-  const lately = `in the last ${SHOWN} s`;
-  write(find("speed-note"), most ? `at most ${number(most)} ${lately}` : `no tokens ${lately}`);
-  write(find("sparkline-alt"), `Tokens per second ${lately}: at most ${number(most)}, now ${number(recent.speed)}`);
+  const windows = recent.sum((each) => each.totals.windows);
+  const tokens = recent.sum((each) => each.totals.completion_tokens);
+  terms(find("speed-facts"), [
+    [`most in ${SHOWN} s`, number(most)],
+    ["tokens per window", windows ? (tokens / windows).toFixed(2) : "–"],
+  ]);
+  write(find("sparkline-alt"), `Tokens per second in the last ${SHOWN} s: at most ${number(most)}, now ${number(recent.speed)}`);
 };
 
 // A bar of parts, and what they are. parts: [label, amount, number of its colour, amount in words].
@@ -131,11 +135,11 @@ const showDrafts = (state) => {
     meter.firstChild.style.width = `${((100 * accepted) / verified).toFixed(1)}%`;
     return [make("span", {}, `draft ${place + 1}`), meter, make("span", {}, `${percent(accepted / verified, 0)} of ${count(verified)}`)];
   });
-  const none = state.drafting === "off" ? "Drafting is off." : "Nothing was drafted yet.";
+  const none = state.drafting === "off" ? "Drafting is off." : "Nothing was drafted yet. A request drafts while it is the only one.";
   find("drafts").replaceChildren(...(bars.length ? bars : [make("p", { class: "note words" }, none)]));
-  const windows = recent.sum((each) => each.totals.windows);
-  const tokens = recent.sum((each) => each.totals.completion_tokens);
-  write(find("drafts-note"), windows ? `${(tokens / windows).toFixed(2)} tokens per window` : "");
+  const drafted = recent.sum((each) => each.totals.drafted);
+  const accepted = places.reduce((sum, [, each]) => sum + each, 0);
+  write(find("drafts-note"), drafted ? `${percent(accepted / drafted, 0)} of ${count(drafted)} drafted` : "");
 };
 
 const showTime = (state) => {

@@ -10,7 +10,7 @@ const RESIDENT = 1;
 const GUTTER = 26; // px, for the numbers of the layers
 
 const canvas = find("map");
-const context = canvas.getContext("2d", { alpha: false });
+const context = canvas.getContext("2d");
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 
 let layers = 0;
