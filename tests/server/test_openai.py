@@ -292,8 +292,20 @@ def test_nothing_is_called_where_there_is_nothing_to_call(
     assert prompt(engine, tokenizer).startswith("<user>")
 
 
-def test_one_call_at_a_time(ask: openai.OpenAI, engine: ScriptedEngine) -> None:
-    says(engine, CALL * 3)
+def test_an_answer_that_is_cut_off_after_a_call(ask: openai.OpenAI, engine: ScriptedEngine) -> None:
+    says(engine, f"{CALL} and", reason="length")
+    answer = ask.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS).choices[0]
+    assert (len(answer.message.tool_calls or ()), answer.message.content) == (1, "and")
+    assert answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "said", [CALL * 3, '<tool_call>[{"name": "add", "arguments": {}}, {"name": "add", "arguments": {}}]</tool_call>']
+)
+def test_one_call_at_a_time(ask: openai.OpenAI, engine: ScriptedEngine, said: str) -> None:
+    says(engine, said)
+    both = ask.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS).choices[0]
+    assert len(both.message.tool_calls or ()) > 1
     answer = ask.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS, parallel_tool_calls=False).choices[0]
     assert len(answer.message.tool_calls or ()) == 1
     assert answer.finish_reason == "tool_calls"
