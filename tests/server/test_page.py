@@ -100,8 +100,7 @@ def ended(said: int = 12) -> End:
     return End("stop", None, usage)
 
 
-def test_everything_it_loads_is_served_with_headers_that_protect_it(begin: Serve) -> None:
-    url = begin(ShownEngine())
+def test_everything_it_loads_is_served_with_headers_that_protect_it(url: str) -> None:
     answer = httpx.get(f"{url}/")
     loaded = set(re.findall(r'(?:src|href)="([^"#]+)"', answer.text))
     for module in PAGE.glob("*.js"):
@@ -119,8 +118,8 @@ def test_everything_it_loads_is_served_with_headers_that_protect_it(begin: Serve
 
 
 @pytest.mark.parametrize("path", ["page/", "page/index.html", "page/../live.py", "page/%2e%2e/live.py", "page/x.js"])
-def test_nothing_else_is_served(begin: Serve, path: str) -> None:
-    assert httpx.get(f"{begin(ShownEngine())}/{path}").status_code == 404
+def test_nothing_else_is_served(url: str, path: str) -> None:
+    assert httpx.get(f"{url}/{path}").status_code == 404
 
 
 def test_it_names_no_other_host_and_puts_no_text_in_as_markup() -> None:
@@ -212,8 +211,8 @@ def test_options_are_sent(page: Browser, begin: Serve, plain_tokenizer: Tokenize
         ("\n\n", []),
     ],
 )
-def test_code_is_told_from_prose(page: Browser, begin: Serve, said: str, kinds: list[str]) -> None:
-    page.open(f"{begin(ShownEngine())}/")
+def test_code_is_told_from_prose(page: Browser, url: str, said: str, kinds: list[str]) -> None:
+    page.open(f"{url}/")
     text_of = """import("/page/prose.js").then((prose) => {
       const element = document.createElement("div");
       const said = %s;
@@ -224,8 +223,8 @@ def test_code_is_told_from_prose(page: Browser, begin: Serve, said: str, kinds: 
 
 
 @in_browser
-def test_numbers_have_three_digits_and_units(page: Browser, begin: Serve) -> None:
-    page.open(f"{begin(ShownEngine())}/")
+def test_numbers_have_three_digits_and_units(page: Browser, url: str) -> None:
+    page.open(f"{url}/")
     calls = {
         "bytes(0)": "0 B",
         "bytes(999)": "999 B",
@@ -248,8 +247,8 @@ def test_numbers_have_three_digits_and_units(page: Browser, begin: Serve) -> Non
 
 
 @in_browser
-def test_shares_are_about_the_latest_work(page: Browser, begin: Serve) -> None:
-    page.open(f"{begin(ShownEngine())}/")
+def test_shares_are_about_the_latest_work(page: Browser, url: str) -> None:
+    page.open(f"{url}/")
     made = """import("/page/recent.js").then(({ Recent }) => {
       const recent = new Recent();
       const seen = [];
