@@ -168,17 +168,18 @@ def test_top_p_of_zero_takes_the_likeliest_token(pair: Pair) -> None:
 @pytest.mark.parametrize("mtp", ["off", "on"])
 def test_penalties_and_bias_are_mlx_lms_in_the_batch_and_alone(pair: Pair, mtp: str) -> None:
     model, tokenizer = pair
-    [items] = Served(model, tokenizer).together([Job(prompt(5, 30), 20, top_logprobs=0)])
-    repeated = tuple(token.id for token in told(items)[1])
+    ids = prompt(5, 30)
+    last = np.array(model(mx.array(ids)[None])[0, -1])
+    likeliest = tuple(int(token) for token in np.argsort(-last)[:18])  # penalties are about these from the beginning
     job = Job(
-        (*prompt(5, 30), *repeated, *prompt(5, 30), *repeated),  # penalties are about these from the beginning
+        (*ids, *likeliest, ids[-1]),
         25,
-        repetition_penalty=1.3,
-        presence_penalty=0.5,
-        frequency_penalty=0.7,
-        logit_bias={65: 4.0},
+        repetition_penalty=3.0,
+        presence_penalty=2.0,
+        frequency_penalty=2.0,
+        logit_bias={65: 0.5},
     )
-    processors = make_logits_processors({65: 4.0}, 1.3, 20, 0.5, 20, 0.7, 20)
+    processors = make_logits_processors({65: 0.5}, 3.0, 20, 2.0, 20, 2.0, 20)
     expected = generate(model, tokenizer, list(job.prompt), max_tokens=25, mtp=False, logits_processors=processors)
     plain = generate(model, tokenizer, list(job.prompt), max_tokens=25, mtp=False)
     assert expected != plain
