@@ -15,16 +15,28 @@ from .processes import Server
 
 @dataclass(frozen=True)
 class Turn:
-    """What one server did with its prompts: ``streams`` of them at a time."""
+    """What one server did with its prompts: ``streams`` of them at a time. cpu_seconds: of all its threads; None where
+    that is not known.
+    """
 
     server: str
     streams: int
     answers: list[Answer]
     seconds: float
+    cpu_seconds: float | None
+
+    @property
+    def tokens(self) -> int:
+        return sum(answer.tokens for answer in self.answers)
 
     @property
     def tokens_per_s(self) -> float:
-        return sum(answer.tokens for answer in self.answers) / self.seconds
+        return self.tokens / self.seconds
+
+    @property
+    def cpu_ms_per_token(self) -> float | None:
+        """What is left of a speed on a machine that others use too."""
+        return None if self.cpu_seconds is None else 1e3 * self.cpu_seconds / self.tokens
 
 
 async def turn(server: Server, streams: int, prompts: Sequence[Prompt]) -> Turn:
@@ -37,10 +49,11 @@ async def turn(server: Server, streams: int, prompts: Sequence[Prompt]) -> Turn:
             for number, prompt in left:
                 answers[number] = await ask(http, server.url, prompt)
 
-        start = time.perf_counter()
+        start, before = time.perf_counter(), server.cpu_seconds()
         await asyncio.gather(*(stream() for _ in range(streams)))
-        seconds = time.perf_counter() - start
-    return Turn(server.name, streams, [answers[number] for number in range(len(prompts))], seconds)
+        seconds, after = time.perf_counter() - start, server.cpu_seconds()
+    used = None if before is None or after is None else after - before
+    return Turn(server.name, streams, [answers[number] for number in range(len(prompts))], seconds, used)
 
 
 def race(
@@ -83,6 +96,7 @@ def rows(turns: Sequence[Sequence[Turn]]) -> list[dict[str, Any]]:
                     "tokens_per_s": statistics.median(each.tokens_per_s for each in own),
                     "range": [min(each.tokens_per_s for each in own), max(each.tokens_per_s for each in own)],
                     "of_mlx_lm": statistics.median(pair[place].tokens_per_s / pair[-1].tokens_per_s for pair in pairs),
+                    "cpu_ms_per_token": _median([each.cpu_ms_per_token for each in own]),
                     "first_token_ms": 1e3 * statistics.median(answer.first or 0.0 for answer in answers),
                     "same_text": sum(
                         mine.text == other.text
@@ -93,3 +107,8 @@ def rows(turns: Sequence[Sequence[Turn]]) -> list[dict[str, Any]]:
                 }
             )
     return result
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
