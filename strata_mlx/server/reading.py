@@ -41,8 +41,13 @@ class Reading:
             self._hidden = known.head.hidden
 
     @property
+    def rest(self) -> int:
+        """How many tokens are left to be read."""
+        return len(self.sequence.prompt) - 1 - self.sequence.read
+
+    @property
     def done(self) -> bool:
-        return self.sequence.read == len(self.sequence.prompt) - 1
+        return self.rest == 0
 
     def advance(self, rows: int) -> None:
         """Read up to ``rows`` tokens more. Raises Fault where that fails; the sequence cannot go on then."""

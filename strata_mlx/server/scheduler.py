@@ -29,14 +29,14 @@ from .sequences import Sequence
 from .state import Totals
 
 # Rows of a prompt that are read at a time while others decode, who wait for them: about as long as a few steps.
-_BESIDE_CPU, _BESIDE_GPU = 64, 512
+_BESIDE_CPU, _BESIDE_GPU = 96, 512
 _FAILURES = (StrataError, MemoryError)  # of one window, after which the next may work
 
 
 class Scheduler:
     """The requests that are being served, all on the generation thread.
 
-    A turn is a chunk of one prompt, prompts one after another, and then a token for everybody who has been read. One
+    A turn is a chunk of a prompt, prompts one after another, and then a token for everybody who has been read. One
     that is alone drafts, if it may: not where a seed is to repeat a sampled text, which drafts depend on the clock and
     on others for.
 
@@ -79,8 +79,7 @@ class Scheduler:
         self._cancel()
         while self._waiting:
             self._begin(self._waiting.popleft())
-        if self._readings:
-            self._read()
+        self._read()
         if self._alone:
             self._step_alone(self._alone)
         elif self._batch.rows:
@@ -112,8 +111,15 @@ class Scheduler:
             self._totals.cached_tokens += sequence.cached
 
     def _read(self) -> None:
-        """A chunk of the next prompt; of one that is then complete, the first token comes next."""
+        """A chunk of the next prompt, and more prompts where these are so short that they are read within its time."""
+        left = self._rows_beside
+        while self._readings and (left == self._rows_beside or self._readings[0].rest <= left):
+            left -= max(1, self._read_chunk())
+
+    def _read_chunk(self) -> int:
+        """Of the next prompt; of one that is then complete, the first token comes next. Returns the tokens read."""
         reading = self._readings.popleft()
+        rest = reading.rest
         with self._window("prompt", [reading.sequence]):
             if not reading.done:
                 reading.advance(self._rows_beside if self._serving else self._rows)
@@ -126,6 +132,7 @@ class Scheduler:
                 )
             else:
                 self._join(reading)
+        return rest - reading.rest
 
     def _join(self, reading: Reading) -> None:
         if self._alone:
