@@ -9,14 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
+
 from .client import Answer, Prompt, ask, client
 from .processes import Server
+
+MOST_DROPPED = 100  # connections in one turn, after which a server is given up
 
 
 @dataclass(frozen=True)
 class Turn:
     """What one server did with its prompts: ``streams`` of them at a time. cpu_seconds: of all its threads; None where
-    that is not known.
+    that is not known. dropped: connections that it closed before it had answered; the request was sent again.
     """
 
     server: str
@@ -24,6 +28,7 @@ class Turn:
     answers: list[Answer]
     seconds: float
     cpu_seconds: float | None
+    dropped: int = 0
 
     @property
     def tokens(self) -> int:
@@ -43,17 +48,25 @@ async def turn(server: Server, streams: int, prompts: Sequence[Prompt]) -> Turn:
     """Ask for all ``prompts``, ``streams`` at a time; a stream that is done goes on with the next prompt."""
     left = iter(enumerate(prompts))
     answers: dict[int, Answer] = {}
+    dropped = 0
     async with client() as http:
 
         async def stream() -> None:
+            nonlocal dropped
             for number, prompt in left:
-                answers[number] = await ask(http, server.url, prompt)
+                while number not in answers:
+                    try:
+                        answers[number] = await ask(http, server.url, prompt)
+                    except (httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError):
+                        dropped += 1
+                        if dropped > MOST_DROPPED or not server.running:
+                            raise
 
         start, before = time.perf_counter(), server.cpu_seconds()
         await asyncio.gather(*(stream() for _ in range(streams)))
         seconds, after = time.perf_counter() - start, server.cpu_seconds()
     used = None if before is None or after is None else after - before
-    return Turn(server.name, streams, [answers[number] for number in range(len(prompts))], seconds, used)
+    return Turn(server.name, streams, [answers[number] for number in range(len(prompts))], seconds, used, dropped)
 
 
 def race(
@@ -97,6 +110,7 @@ def rows(turns: Sequence[Sequence[Turn]]) -> list[dict[str, Any]]:
                     "range": [min(each.tokens_per_s for each in own), max(each.tokens_per_s for each in own)],
                     "of_mlx_lm": statistics.median(pair[place].tokens_per_s / pair[-1].tokens_per_s for pair in pairs),
                     "cpu_ms_per_token": _median([each.cpu_ms_per_token for each in own]),
+                    "dropped": sum(each.dropped for each in own),
                     "first_token_ms": 1e3 * statistics.median(answer.first or 0.0 for answer in answers),
                     "same_text": sum(
                         mine.text == other.text
