@@ -6,15 +6,18 @@ import random
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from types import SimpleNamespace
 from typing import ClassVar
 
+import httpx
 import pytest
 
 from benchmarks.server_load import verdicts
 from benchmarks.serving import soak as soaking
 from benchmarks.serving.client import Answer, Prompt, client
 from benchmarks.serving.soak import Findings, summary
-from benchmarks.serving.throughput import Turn, rows
+from benchmarks.serving.throughput import MOST_DROPPED, Turn, rows
+from benchmarks.serving.throughput import turn as one_turn
 
 PATIENCE = 60
 
@@ -53,9 +56,13 @@ class Says(BaseHTTPRequestHandler):
 
     status: ClassVar[int] = 200
     said: ClassVar[dict[str, object]] = {}
+    drops: ClassVar[int] = 0  # connections that it closes without an answer
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
+        if type(self).drops:
+            type(self).drops -= 1
+            return
         body = json.dumps(self.said).encode()
         self.send_response(self.status)
         self.send_header("content-length", str(len(body)))
@@ -112,3 +119,13 @@ def test_a_server_that_takes_what_it_must_refuse_has_failed(
 def test_a_request_that_behaves_and_is_refused_has_failed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Says, "status", 500)
     assert len(visit(url, "streamed", monkeypatch).failed) == 1
+
+
+def test_a_connection_that_is_dropped_is_made_again_and_counted(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = SimpleNamespace(name="mlx_lm.server", url=url, running=True, cpu_seconds=lambda: None)
+    monkeypatch.setattr(Says, "drops", 2)
+    answered = asyncio.run(asyncio.wait_for(one_turn(server, 1, [Prompt("x", 2)]), PATIENCE))  # type: ignore[arg-type]
+    assert (len(answered.answers), answered.dropped) == (1, 2)
+    monkeypatch.setattr(Says, "drops", MOST_DROPPED + 1)
+    with pytest.raises(httpx.RemoteProtocolError):
+        asyncio.run(asyncio.wait_for(one_turn(server, 1, [Prompt("x", 2)]), PATIENCE))  # type: ignore[arg-type]
