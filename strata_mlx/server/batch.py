@@ -20,7 +20,7 @@ from ..experts.pressure import relieve
 from .prefixes import Prefixes
 from .sequences import PENALISED, Sequence
 
-_CLEAR_EVERY = 256  # steps, as in generate_step()
+_CLEAR_EVERY = 32  # steps: MLX keeps buffers for reuse, of every number of rows that there has been
 
 
 @dataclass
