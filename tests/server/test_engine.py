@@ -210,6 +210,7 @@ engine.close()
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "length\n", "")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_error_that_nobody_understands_ends_every_stream_and_is_told(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
