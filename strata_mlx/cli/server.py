@@ -146,9 +146,10 @@ def run(args: argparse.Namespace) -> int:
         logging.getLogger("sse_starlette").setLevel(logging.INFO)  # what it logs to debug it are the answers
 
     from ..server.chat import check_options
-    from ..server.running import listen
+    from ..server.running import listen, share_heaps
 
     check_options(template_options, "--chat-template-args")
+    share_heaps()
     with listen(args.host, args.port) as listening:  # minutes before the model is there
         model, engine, settings = _load(args, policy, template_options, limits)
         started()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 
 import uvicorn
 from fastapi import FastAPI
@@ -13,6 +15,15 @@ from starlette.concurrency import run_in_threadpool
 from ..errors import Fault
 
 _GRACE = 5  # seconds that answers have to end, when the server ends
+_ARENA_MAX, _ARENAS = -8, 2  # of glibc's mallopt()
+
+
+def share_heaps() -> None:
+    """Let the threads to come share two heaps, where the C library is glibc. It gives each of them its own, which keeps
+    what the largest request has taken there (benchmarks/server_load.py: 2 to 4 % more memory within four minutes).
+    """
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, _ARENAS)
 
 
 def is_loopback(host: str) -> bool:
