@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from ..policy import Policy
-from ..routing import RoutingPolicy
 from ..templates import render_chat
 from ..trace import TraceWriter
 from . import started
-from .experts import add_experts, describe_memory, describe_traffic, loading_options, traffic_report
+from .experts import add_experts, describe_traffic, loading_options, traffic_report
+from .models import describe_model, load_model
 from .options import (
     NotHere,
     add_dtype,
@@ -33,7 +33,7 @@ from .options import (
     read_prompt,
     utf8,
 )
-from .policies import add_policy, check_policy, chosen_policy
+from .policies import add_policy, chosen_policy
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -138,8 +138,6 @@ def _generate(
     from ..engine import stream_generate
     from ..experts.budget import CONTEXT
     from ..experts.options import save_profile
-    from ..loading import load
-    from ..models.moe import make_routing, set_routing
     from ..prefill import make_cache
     from ..prompt_cache import check_fits, load_prompt_cache
 
@@ -158,18 +156,7 @@ def _generate(
         most += args.max_tokens if args.max_tokens > 0 else CONTEXT
         return min(most, args.max_kv_size + args.prefill_step_size) if args.max_kv_size else most
 
-    model, tokenizer = load(
-        args.model,
-        revision=args.revision,
-        dtype=args.dtype,
-        adapter_path=args.adapter_path,
-        mtp=policy.options()["mtp"],
-        **loading_options(args, context),
-    )
-    if args.policy is not None:
-        check_policy(args.policy, policy, model)
-    routing = make_routing(model, policy.routing or RoutingPolicy(), args.residency)
-    set_routing(model, routing)
+    model, tokenizer, routing = load_model(args, policy, **loading_options(args, context))
     for token in args.extra_eos_token:
         _add_eos(tokenizer, token)
     cache = make_cache(model, args.max_kv_size)
@@ -178,7 +165,7 @@ def _generate(
         cache = saved
     prompt = _encode(tokenizer, text, args, template_config)
     if args.verbose and not args.json:
-        print(f"{_describe(args, policy, model)}\nRouting: {routing}\n{'=' * 10}", flush=True)
+        print(f"{describe_model(args, policy, model, routing)}\n{'=' * 10}", flush=True)
     responses = stream_generate(
         model,
         tokenizer,
@@ -264,18 +251,6 @@ def _policy(args: argparse.Namespace) -> Policy:
         policy = replace(policy, mtp="off")
     args.mtp, args.mtp_max_steps, args.drafting = policy.mtp, policy.max_steps, policy.drafting
     return policy
-
-
-def _describe(args: argparse.Namespace, policy: Policy, model: Any) -> str:
-    import mlx.core as mx
-
-    from ..device import compute_dtype_of
-
-    name, device = args.model or "the embedded model", mx.default_device().type.name
-    line = f"Model: {name} ({model.model_type}), computing in {compute_dtype_of(model)} on the {device}"
-    if args.policy is not None:
-        line += f"\nPolicy: {args.policy}: {policy}"
-    return f"{line}\n{describe_memory(model.fit, args)}" if model.fit else line
 
 
 def _add_eos(tokenizer: TokenizerWrapper, token: str) -> None:

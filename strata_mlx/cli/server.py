@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError
 from ..experts.sizes import format_size, parse_size
 from ..policy import Policy
-from ..routing import RoutingPolicy
 from . import started
-from .experts import add_memory, add_streaming, describe_memory, loading_options
+from .experts import add_memory, add_streaming, loading_options
+from .models import describe_model, load_model
 from .options import NotHere, add_dtype, add_model, add_routing, add_sampling, json_options, number
-from .policies import add_policy, check_policy, chosen_policy
+from .policies import add_policy, chosen_policy
 
 if TYPE_CHECKING:
     import socket
@@ -189,9 +189,7 @@ def _load(
     args: argparse.Namespace, policy: Policy, template_options: dict[str, Any], limits: Limits
 ) -> tuple[nn.Module, Engine, Settings]:
     from ..experts.budget import CONTEXT
-    from ..loading import load
     from ..models.family import text_args
-    from ..models.moe import make_routing, set_routing
     from ..server import app  # noqa: F401  what has been imported counts as memory in use
     from ..server.engine import Engine
     from ..server.serving import Sampling, Settings
@@ -200,19 +198,8 @@ def _load(
     streaming = loading_options(args, lambda _: args.max_context or CONTEXT)
     if streaming:
         streaming |= {"sequences": args.decode_concurrency, "prefixes": prefix_bytes}
-    model, tokenizer = load(
-        args.model,
-        revision=args.revision,
-        dtype=args.dtype,
-        adapter_path=args.adapter_path,
-        mtp=policy.options()["mtp"],
-        tokenizer_config={"chat_template": args.chat_template} if args.chat_template else None,
-        **streaming,
-    )
-    if args.policy is not None:
-        check_policy(args.policy, policy, model)
-    routing = make_routing(model, policy.routing or RoutingPolicy(), args.residency)
-    set_routing(model, routing)
+    template = {"chat_template": args.chat_template} if args.chat_template else None
+    model, tokenizer, routing = load_model(args, policy, tokenizer_config=template, **streaming)
     longest = text_args(model).max_position_embeddings
     max_context = min(args.max_context or (CONTEXT if args.memory else longest), longest)
     engine = Engine(
@@ -234,7 +221,12 @@ def _load(
         max_context=max_context,
         log_prompts=args.log_prompts,
     )
-    _describe(args, policy, model, str(routing), max_context, prefix_bytes)
+    print(
+        f"{describe_model(args, policy, model, routing)}\n"
+        f"Requests: {args.decode_concurrency} at a time with up to {max_context} tokens, {args.max_queue} may wait; "
+        f"{format_size(prefix_bytes)} for earlier prompts",
+        flush=True,
+    )
     return model, engine, settings
 
 
@@ -252,27 +244,6 @@ def _name(model: str | None) -> str:
     if model is None:
         return "strata-mlx-embedded"
     return Path(model).resolve().name if Path(model).is_dir() else model
-
-
-def _describe(
-    args: argparse.Namespace, policy: Policy, model: Any, routing: str, max_context: int, prefix_bytes: int
-) -> None:
-    import mlx.core as mx
-
-    from ..device import compute_dtype_of
-
-    name, device = args.model or "the embedded model", mx.default_device().type.name
-    print(f"Model: {name} ({model.model_type}), computing in {compute_dtype_of(model)} on the {device}")
-    if args.policy is not None:
-        print(f"Policy: {args.policy}: {policy}")
-    if model.fit:
-        print(describe_memory(model.fit, args))
-    print(f"Routing: {routing}")
-    print(
-        f"Requests: {args.decode_concurrency} at a time with up to {max_context} tokens, {args.max_queue} may wait; "
-        f"{format_size(prefix_bytes)} for earlier prompts",
-        flush=True,
-    )
 
 
 def _serve(model: nn.Module, engine: Engine, settings: Settings, listening: socket.socket) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from .chat import Message, Tool
-from .jobs import Job, JobError
-from .schema import Closed, Content, Refused, TextPart, parts, text_of, unsupported
+from .chat import Message, Tool, function_call
+from .jobs import Job, told_as
+from .schema import Closed, Content, FreeChoice, Refused, TextPart, known_type, only, parts, text_of
 from .serving import Sampling
 
 
@@ -52,10 +52,7 @@ _BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "t
 
 def _known_blocks(content: Any) -> Any:
     known = {kind for kinds in _BLOCKS.values() for kind in kinds}
-    for block in (blocks := parts(content)):
-        if isinstance(block, dict) and isinstance(kind := block.get("type"), str) and kind not in known:
-            raise unsupported(kind, f"content is {', '.join(sorted(known))}")
-    return blocks
+    return [known_type(block, known, f"content is {', '.join(sorted(known))}") for block in parts(content)]
 
 
 class InputMessage(Closed):
@@ -79,10 +76,7 @@ class InputMessage(Closed):
         if thoughts := [block.thinking for block in self.content if isinstance(block, Thinking)]:
             message["reasoning_content"] = "".join(thoughts)
         if calls := [block for block in self.content if isinstance(block, ToolUse)]:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
-                for call in calls
-            ]
+            message["tool_calls"] = [function_call(call.id, call.name, call.input) for call in calls]
         return [*results, message]
 
 
@@ -102,9 +96,7 @@ class ToolDefinition(Closed):
     @model_validator(mode="before")
     @classmethod
     def _of_the_client(cls, value: Any) -> Any:
-        if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "custom":
-            raise unsupported(kind, "this server runs no tools; define your own")
-        return value
+        return known_type(value, {"custom"}, "this server runs no tools; define your own")
 
     def rendered(self) -> Tool:
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
@@ -112,28 +104,21 @@ class ToolDefinition(Closed):
 
 
 class ToolChoice(Closed):
-    type: Literal["auto", "none"]
+    type: FreeChoice
     disable_parallel_tool_use: bool = False
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _free(cls, choice: Any) -> Any:
-        if choice not in ("auto", "none"):
-            raise ValueError('a call cannot be forced; give "auto" or "none"')
-        return choice
 
 
 class ThinkingChoice(Closed):
-    type: Literal["adaptive", "disabled"]
+    type: Annotated[
+        Literal["adaptive", "disabled"],
+        only(
+            "adaptive",
+            "disabled",
+            otherwise='thinking has no budget of its own here; give "adaptive" or "disabled"',
+        ),
+    ]
 
     harmless: ClassVar[frozenset[str]] = frozenset({"display"})
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _without_budget(cls, kind: Any) -> Any:
-        if kind not in ("adaptive", "disabled"):
-            raise ValueError('thinking has no budget of its own here; give "adaptive" or "disabled"')
-        return kind
 
 
 class Conversation(Closed):
@@ -200,17 +185,5 @@ class MessagesRequest(Conversation):
 
     def job(self, prompt: Sequence[int], defaults: Sampling) -> Job:
         """Raises JobError for a value that is out of its range."""
-        try:
-            return Job(
-                prompt=tuple(prompt),
-                max_tokens=self.max_tokens,
-                temperature=defaults.temperature if self.temperature is None else self.temperature,
-                top_p=defaults.top_p if self.top_p is None else self.top_p,
-                top_k=defaults.top_k if self.top_k is None else self.top_k,
-                min_p=defaults.min_p,
-                stop=tuple(self.stop_sequences),
-            )
-        except JobError as error:
-            if error.field != "stop":
-                raise
-            raise JobError("stop_sequences", str(error).replace("stop", "stop_sequences", 1)) from None
+        with told_as("stop", "stop_sequences"):
+            return Job(prompt=tuple(prompt), stop=tuple(self.stop_sequences), **defaults.of(self))

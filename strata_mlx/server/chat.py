@@ -49,6 +49,13 @@ class Call:
 Part = Text | Reasoning | Call
 
 
+def function_call(id: str | None, name: str, arguments: Any) -> dict[str, Any]:  # noqa: A002  the protocol's name
+    """A call as OpenAI's protocol and chat templates have it; ``arguments`` as JSON text in the one, as an object in
+    the others.
+    """
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def check_options(options: Mapping[str, Any], what: str) -> None:
     """Raise InputError, beginning with ``what``, for an option that is not the template's but of who renders it."""
     if taken := sorted(_OWN & options.keys()):

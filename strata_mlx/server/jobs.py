@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ..errors import InputError
@@ -18,6 +19,17 @@ class JobError(InputError):
     def __init__(self, field: str, message: str):
         super().__init__(message)
         self.field = field
+
+
+@contextmanager
+def told_as(field: str, name: str) -> Iterator[None]:
+    """Where a field of a Job has another ``name`` in what a client has sent, it is told of that."""
+    try:
+        yield
+    except JobError as error:
+        if error.field != field:
+            raise
+        raise JobError(name, str(error).replace(field, name, 1)) from None
 
 
 class Busy(Exception):

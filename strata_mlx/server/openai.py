@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,18 @@ from sse_starlette import ServerSentEvent
 
 from ..errors import Fault
 from . import problems
-from .chat import Call, Part, Reader, Reasoning, Text, Verbatim, chat_text, check_options, plain_text
+from .chat import (
+    Call,
+    Part,
+    Reader,
+    Reasoning,
+    Text,
+    Verbatim,
+    chat_text,
+    check_options,
+    function_call,
+    plain_text,
+)
 from .jobs import End, Token, Usage
 from .openai_schema import ChatRequest, CompletionRequest
 from .serving import Events, Server, answer, copies, steps
@@ -39,10 +50,10 @@ def router(server: Server) -> APIRouter:
         streams = server.submit(copies(asked.chat_job(prompt, settings.sampling), asked.n))
         one_call = not asked.parallel_tool_calls
         readers = [Reader(settings.tokenizer, prompt, tools, one_call) for _ in streams]
-        kind = _Chat(f"chatcmpl-{uuid.uuid4().hex}", settings.model, asked.include_usage, asked.n)
+        made = _Answer(_CHAT, settings.model, asked.include_usage, asked.n)
         if asked.stream:
-            return Events(kind.events(streams, readers), streams)
-        return await answer(request, streams, kind.whole(streams, readers))
+            return Events(made.events(streams, readers), streams)
+        return await answer(request, streams, made.whole(streams, readers))
 
     @routes.post(COMPLETIONS)
     async def completions(asked: CompletionRequest, request: Request) -> Response:
@@ -53,10 +64,10 @@ def router(server: Server) -> APIRouter:
         jobs = [asked.completion_job(prompt, settings.sampling) for prompt in prompts]
         streams = server.submit([copy for job in jobs for copy in copies(job, asked.n)])
         readers = [Verbatim() for _ in streams]
-        kind = _Completion(f"cmpl-{uuid.uuid4().hex}", settings.model, asked.include_usage, asked.n)
+        made = _Answer(_COMPLETION, settings.model, asked.include_usage, asked.n)
         if asked.stream:
-            return Events(kind.events(streams, readers), streams)
-        return await answer(request, streams, kind.whole(streams, readers))
+            return Events(made.events(streams, readers), streams)
+        return await answer(request, streams, made.whole(streams, readers))
 
     @routes.get(MODELS)
     async def models() -> dict[str, Any]:
@@ -74,24 +85,30 @@ def _model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": _SINCE, "owned_by": "strata-mlx"}
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Kind:
+    """path: what was asked. prefix: of the ids of answers. object, whole_object: what a chunk and a whole answer are
+    called. choice: makes one, by its index.
+    """
+
+    path: str
+    prefix: str
+    object: str
+    whole_object: str
+    choice: Callable[[int], _ChatChoice | _CompletionChoice]
+
+
 class _Answer:
-    """An answer to one request, with n choices for each of its prompts. What a choice looks like is for subclasses."""
+    """An answer to one request, with n choices for each of its prompts."""
 
-    id: str
-    model: str
-    include_usage: bool
-    n: int
-
-    object = whole_object = path = ""
-
-    def __post_init__(self) -> None:
-        self.created = int(time.time())
+    def __init__(self, kind: _Kind, model: str, include_usage: bool, n: int):
+        self.kind, self.model, self.include_usage, self.n = kind, model, include_usage, n
+        self.id, self.created = f"{kind.prefix}-{uuid.uuid4().hex}", int(time.time())
 
     async def events(
         self, streams: Sequence[Stream], readers: Sequence[Reader | Verbatim]
     ) -> AsyncIterator[ServerSentEvent]:
-        choices = [self.choice(index) for index in range(len(streams))]
+        choices = [self.kind.choice(index) for index in range(len(streams))]
         usages = [stream.usage for stream in streams]
         for choice in choices:
             for begun in choice.begin():
@@ -105,45 +122,35 @@ class _Answer:
                     usages[step.index] = step.end.usage
                     yield self._event([choice.end(step.end)])
         except Fault as error:
-            yield _data(problems.body(self.path, 500, str(error)))
+            yield _data(problems.body(self.kind.path, 500, str(error)))
             return
         if self.include_usage:
             yield self._event([], usage(usages, self.n))
         yield ServerSentEvent(data="[DONE]", sep="\n")
 
     async def whole(self, streams: Sequence[Stream], readers: Sequence[Reader | Verbatim]) -> dict[str, Any]:
-        choices = [self.choice(index) for index in range(len(streams))]
+        choices = [self.kind.choice(index) for index in range(len(streams))]
         ends: dict[int, End] = {}
         async for step in steps(streams, readers):
             choices[step.index].add(step.parts, step.tokens)
             if step.end is not None:
                 ends[step.index] = step.end
         return {
-            **self._head(self.whole_object),
+            **self._head(self.kind.whole_object),
             "choices": [choice.whole(ends[index]) for index, choice in enumerate(choices)],
             "usage": usage([ends[index].usage for index in range(len(choices))], self.n),
         }
-
-    def choice(self, index: int) -> Any:
-        raise NotImplementedError
 
     def _head(self, name: str) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}
 
     def _event(self, choices: list[dict[str, Any]], total: dict[str, Any] | None = None) -> ServerSentEvent:
-        chunk = {**self._head(self.object), "choices": choices}
+        chunk = {**self._head(self.kind.object), "choices": choices}
         return _data({**chunk, "usage": total} if self.include_usage else chunk)
 
 
 def _data(value: Mapping[str, Any]) -> ServerSentEvent:
     return ServerSentEvent(data=json.dumps(value, ensure_ascii=False), sep="\n")
-
-
-class _Chat(_Answer):
-    object, whole_object, path = "chat.completion.chunk", "chat.completion", CHAT
-
-    def choice(self, index: int) -> _ChatChoice:
-        return _ChatChoice(index)
 
 
 class _ChatChoice:
@@ -168,7 +175,8 @@ class _ChatChoice:
                     self.reasoning += text
                     deltas.append({"reasoning_content": text})
                 case Call():
-                    call = _call(part)
+                    arguments = json.dumps(part.arguments, ensure_ascii=False)
+                    call = function_call(part.id, part.name, arguments)
                     deltas.append({"tool_calls": [{"index": len(self.calls), **call}]})
                     self.calls.append(call)
         chunks = [self._chunk(delta) for delta in deltas]
@@ -198,11 +206,6 @@ class _ChatChoice:
         return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
 
-def _call(call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-    return {"id": call.id, "type": "function", "function": function}
-
-
 def _logprob(token: Token) -> dict[str, Any]:
     top = [_one_logprob(text, logprob) for _, text, logprob in token.top]
     return {**_one_logprob(token.text, token.logprob), "top_logprobs": top}
@@ -211,14 +214,6 @@ def _logprob(token: Token) -> dict[str, Any]:
 def _one_logprob(text: str, logprob: float) -> dict[str, Any]:
     # A token may be a part of a character: then its text is a replacement, and says nothing of its bytes.
     return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
-
-
-class _Completion(_Answer):
-    object = whole_object = "text_completion"
-    path = COMPLETIONS
-
-    def choice(self, index: int) -> _CompletionChoice:
-        return _CompletionChoice(index)
 
 
 class _CompletionChoice:
@@ -260,6 +255,10 @@ class _CompletionChoice:
             "top_logprobs": [{text: logprob for _, text, logprob in token.top} for token in tokens],
             "text_offset": offsets,
         }
+
+
+_CHAT = _Kind(CHAT, "chatcmpl", "chat.completion.chunk", "chat.completion", _ChatChoice)
+_COMPLETION = _Kind(COMPLETIONS, "cmpl", "text_completion", "text_completion", _CompletionChoice)
 
 
 def usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:

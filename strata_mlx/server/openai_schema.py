@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from .chat import Message, Tool
-from .jobs import Job, JobError
-from .schema import Closed, Content, Refused, Texts, text_of
+from .chat import Message, Tool, function_call
+from .jobs import Job, JobError, told_as
+from .schema import Closed, Content, FreeChoice, Refused, Texts, text_of
 from .serving import Sampling
 
 _NO_CONTEXT = ("penalties are about the latest tokens, the same number for all requests", ())
@@ -62,15 +63,10 @@ class Sampled(Closed):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def job(self, prompt: Sequence[int], defaults: Sampling, top_logprobs: int | None, max_tokens: int | None) -> Job:
+    def job(self, prompt: Sequence[int], defaults: Sampling, top_logprobs: int | None) -> Job:
         """Raises JobError for a value that is out of its range."""
         return Job(
             prompt=tuple(prompt),
-            max_tokens=defaults.max_tokens if max_tokens is None else max_tokens,
-            temperature=defaults.temperature if self.temperature is None else self.temperature,
-            top_p=defaults.top_p if self.top_p is None else self.top_p,
-            top_k=defaults.top_k if self.top_k is None else self.top_k,
-            min_p=defaults.min_p if self.min_p is None else self.min_p,
             seed=self.seed,
             repetition_penalty=self.repetition_penalty or 1.0,  # as in mlx_lm, 0 is off
             presence_penalty=self.presence_penalty,
@@ -78,6 +74,7 @@ class Sampled(Closed):
             logit_bias=_biases(self.logit_bias),
             stop=tuple(self.stop),
             top_logprobs=top_logprobs,
+            **defaults.of(self),
         )
 
 
@@ -137,14 +134,7 @@ class ChatMessage(Closed):
                 message[name] = value
         if self.tool_calls:
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": json.loads(call.function.arguments or "{}"),
-                    },
-                }
+                function_call(call.id, call.function.name, json.loads(call.function.arguments or "{}"))
                 for call in self.tool_calls
             ]
         return message
@@ -169,7 +159,7 @@ class ChatRequest(Sampled):
     logprobs: bool = False
     top_logprobs: int | None = None
     tools: list[ToolDefinition] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: FreeChoice = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
@@ -199,13 +189,6 @@ class ChatRequest(Sampled):
         "web_search_options": ("this server does not search", ()),
     }
 
-    @field_validator("tool_choice", mode="before")
-    @classmethod
-    def _free(cls, choice: Any) -> Any:
-        if choice not in ("auto", "none"):
-            raise ValueError('a call cannot be forced; give "auto" or "none"')
-        return choice
-
     @model_validator(mode="after")
     def _asked(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
@@ -221,8 +204,9 @@ class ChatRequest(Sampled):
 
     def chat_job(self, prompt: Sequence[int], defaults: Sampling) -> Job:
         top = (self.top_logprobs or 0) if self.logprobs else None
-        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.job(prompt, defaults, top, most)
+        if self.max_completion_tokens is not None:
+            defaults = replace(defaults, max_tokens=self.max_completion_tokens)
+        return self.job(prompt, defaults, top)
 
 
 def _prompts(value: Any) -> Any:
@@ -255,9 +239,5 @@ class CompletionRequest(Sampled):
     }
 
     def completion_job(self, prompt: Sequence[int], defaults: Sampling) -> Job:
-        try:
-            return self.job(prompt, defaults, self.logprobs, self.max_tokens)
-        except JobError as error:
-            if error.field != "top_logprobs":
-                raise
-            raise JobError("logprobs", str(error).replace("top_logprobs", "logprobs")) from None
+        with told_as("top_logprobs", "logprobs"):
+            return self.job(prompt, defaults, self.logprobs)

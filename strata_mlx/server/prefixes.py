@@ -28,8 +28,7 @@ LEAST_TOKENS = 16
 @dataclass(frozen=True)
 class Head:
     """What a draft head has seen: its caches, and the trunk's hidden state of the last token, whose follower it has not
-    seen; None where that is not known. Without this, it proposes worse: on held-out prompts of 200 tokens, 64 % instead
-    of 81 % of the embedded model's drafts were accepted.
+    seen; None where that is not known. Without this, it proposes worse.
     """
 
     cache: list[KVCache]

@@ -19,7 +19,6 @@ from ..experts.traffic import Traffic
 from ..models.moe import blocks
 from ..policy import Policy
 from ..prefill import make_cache, rows_at_a_time
-from ..speculation.record import Round
 from ..speculation.window import check_rollback
 from .alone import Alone
 from .batch import Batch
@@ -128,7 +127,7 @@ class Scheduler:
             elif reading.drafter and not self._serving:
                 assert self._speculation is not None
                 self._alone = Alone(
-                    self._model, self._tokenizer, reading, self._prefixes, self._speculation, self._round
+                    self._model, self._tokenizer, reading, self._prefixes, self._speculation, self._totals.round
                 )
             else:
                 self._join(reading)
@@ -156,9 +155,6 @@ class Scheduler:
         self._totals.windows += 1
         self._totals.completion_tokens += given
         self._batch.drop()
-
-    def _round(self, latest: Round) -> None:
-        self._totals.round(latest)
 
     @contextmanager
     def _window(self, part: str, sequences: list[Sequence]) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
@@ -49,9 +49,7 @@ class TextPart(Closed):
     @model_validator(mode="before")
     @classmethod
     def _text_alone(cls, value: Any) -> Any:
-        if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "text":
-            raise unsupported(kind, "this server reads text alone")
-        return value
+        return known_type(value, {"text"}, "this server reads text alone")
 
 
 def parts(content: Any) -> Any:
@@ -75,6 +73,29 @@ def _texts(value: Any) -> Any:
 
 
 Texts = Annotated[list[str], BeforeValidator(_texts)]  # one text, or several
+
+
+def only(*allowed: str, otherwise: str) -> BeforeValidator:
+    """Of a field that has the values ``allowed``; of any other, the client is told ``otherwise``."""
+
+    def check(value: Any) -> Any:
+        if value not in allowed:
+            raise ValueError(otherwise)
+        return value
+
+    return BeforeValidator(check)
+
+
+FreeChoice = Annotated[
+    Literal["auto", "none"], only("auto", "none", otherwise='a call cannot be forced; give "auto" or "none"')
+]  # whether the model may call tools
+
+
+def known_type(value: Any, known: Collection[str], advice: str) -> Any:
+    """``value``, for a validator to go on with. Refuses an object of a type that is not ``known`` by that name."""
+    if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind not in known:
+        raise unsupported(kind, advice)
+    return value
 
 
 def unsupported(name: str, advice: str) -> PydanticCustomError:

@@ -51,6 +51,11 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
 
+    def of(self, asked: object) -> dict[str, Any]:
+        """These fields by name, with what ``asked`` says in their place, where it does."""
+        given = {name: getattr(asked, name, None) for name in vars(self)}
+        return vars(self) | {name: value for name, value in given.items() if value is not None}
+
 
 @dataclass(frozen=True)
 class Settings:
