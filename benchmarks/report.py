@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,12 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 # The unquantised original of the embedded model, where a developer has it beside the repository.
 ORIGINAL = ROOT.parent / "shared" / "demo-model"
+
+
+def environment() -> dict[str, str]:
+    """Of a process of its own that finds the repository, and never asks a hub."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.report import ROOT
+from benchmarks.report import environment
 
 MODEL = "default_model"  # what mlx_lm.server calls the one that it was started with
 PATIENCE = 120.0  # seconds that a server may take to start
@@ -30,8 +30,7 @@ class Server:
     def __init__(self, name: str, command: Sequence[str], port: int):
         self.name, self.url = name, f"http://127.0.0.1:{port}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close())
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=environment)
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=environment())
         try:
             self._wait()
         except BaseException:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT
+from benchmarks.report import environment
 
 SCRIPT = Path(__file__).with_name("contestant.py")
 _LAST_LINES = 5  # of the standard error, in the message of a process that died without one
@@ -56,11 +55,9 @@ class Process:
         self.entry = entry
         setup = {"system": entry.system, "model": str(model), "slots": entry.slots, "work": str(work)}
         command = [python, str(SCRIPT), json.dumps({**setup, "options": entry.options})]
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close())
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment()
         )
         try:
             self.notes: list[str] = self._answer()["notes"]
