@@ -174,15 +174,8 @@ def _limits(args: argparse.Namespace) -> Limits:
         hosts=LOOPBACK | {args.host.lower()} if here else None,
         origins=tuple(args.allowed_origins),
         key=key,
-        body=_size("--max-body", args.max_body),
+        body=parse_size(args.max_body, "--max-body"),
     )
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        return parse_size(text)
-    except InputError as error:
-        raise InputError(f"{option}: {str(error).removeprefix('memory ')}") from None
 
 
 def _load(
@@ -235,7 +228,7 @@ def _prefix_bytes(args: argparse.Namespace) -> int:
     from ..server.engine import PREFIX_BYTES
 
     if args.prompt_cache_bytes is not None:
-        return 0 if args.prompt_cache_bytes == "0" else _size("--prompt-cache-bytes", args.prompt_cache_bytes)
+        return 0 if args.prompt_cache_bytes == "0" else parse_size(args.prompt_cache_bytes, "--prompt-cache-bytes")
     return PREFIX_BYTES if args.memory is None else budget_bytes(args.memory) // _SHARE
 
 

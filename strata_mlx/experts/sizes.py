@@ -20,21 +20,23 @@ _AMOUNT = re.compile(r"(\d{1,20}(?:\.\d{0,20})?|\.\d{1,20})\s*([a-z]*)", re.IGNO
 _MOST = 1 << 60
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, option: str | None = None) -> int:
     """Bytes, rounded down: ``12GB`` is 12e9, ``12GiB`` is 12 * 2**30, a number alone is bytes.
 
+    option: that ``text`` was given for; without one it is memory, for which "auto" would have been an answer too.
     Raises InputError that names what is wrong with ``text``.
     """
-    shown = reprlib.repr(text)
+    what = f"memory {reprlib.repr(text)}" if option is None else f"{option}: {reprlib.repr(text)}"
+    count = ", a number of bytes or auto" if option is None else " or a number of bytes"
     match = _AMOUNT.fullmatch(text.strip())
     if match is None:
-        raise InputError(f"memory {shown} is not an amount; write it like 12GB, 900MB, 8GiB, a number of bytes or auto")
+        raise InputError(f"{what} is not an amount; write it like 12GB, 900MB, 8GiB{count}")
     amount, unit = Fraction(match[1]), match[2].upper() or "B"
     if unit not in _BY_NAME:
-        raise InputError(f"memory {shown}: the unit {match[2]!r} is unknown; use one of {', '.join(UNITS)}")
+        raise InputError(f"{what}: the unit {match[2]!r} is unknown; use one of {', '.join(UNITS)}")
     size = int(amount * _BY_NAME[unit])
     if not 0 < size <= _MOST:
-        raise InputError(f"memory {shown} must be more than nothing and at most {format_size(_MOST)}")
+        raise InputError(f"{what} must be more than nothing and at most {format_size(_MOST)}")
     return size
 
 

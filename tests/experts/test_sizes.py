@@ -77,3 +77,8 @@ def test_rounded_up_is_never_less(size: int) -> None:
 def test_any_text_is_an_amount_or_is_refused(text: str) -> None:
     with may_refuse("memory"):
         assert parse_size(text) > 0
+
+
+def test_an_option_that_is_no_budget_is_named_and_not_told_of_auto() -> None:
+    with refuses(InputError, "--max-body: 'auto' is not an amount", "8GiB or a number of bytes"):
+        parse_size("auto", "--max-body")
