@@ -45,6 +45,7 @@ from strata_mlx.routing.additive import LogitRange, select_additive
 from strata_mlx.routing.ops import Selection, plain_router, select_ops
 from strata_mlx.routing.price import distance
 from strata_mlx.routing.residency import LiveResidency
+from strata_mlx.routing.router import Router
 
 EXACT = RoutingPolicy()
 SETS = ("card", "tune", "report")
@@ -137,13 +138,13 @@ class Routing:
         self.ids: dict[int, list[NDArray[np.intp]]] = {}  # by layer, [B, K] of each row
         self.distance, self.rows = mx.zeros(2), 0
 
-    def route(self, layer: int, logits: mx.array, top_k: int, norm_topk: bool) -> Selection:
+    def route(self, layer: int, logits: mx.array, router: Router, bias: mx.array | None = None) -> Selection:  # noqa: ARG002
         rows = logits[:, 0]  # [B, E]
         if not self._policy.active:
-            ids, weights = plain_router(rows, top_k, norm_topk)
+            ids, weights = plain_router(rows, router)
         else:
-            ids, weights = self._biased(layer, rows, top_k, norm_topk)
-            self.distance = self.distance + distance(rows, ids, top_k)
+            ids, weights = self._biased(layer, rows, router.top_k, router.norm_topk)
+            self.distance = self.distance + distance(rows, ids, router)
         self.rows += len(rows)
         mx.eval(ids, self.distance)
         picked = np.array(ids).astype(np.intp)

@@ -29,6 +29,7 @@ from strata_mlx.kernels import MAX_FUSED_ROWS, SIMD, KernelSpec, Launch
 from strata_mlx.routing import RoutingPolicy
 from strata_mlx.routing.group_plan import plan_ops
 from strata_mlx.routing.ops import plain_router, select_ops
+from strata_mlx.routing.router import Router
 
 LAYERS, TOP_K, REPEATS = 256, 10, 15
 ROWS, EXPERTS = (1, 2, 4, 8, 64, 512), (128, 256, 512)
@@ -60,7 +61,7 @@ def layers(rows: int, experts: int) -> dict[str, Layer]:
         return [weights, plan_ops(ids, resident, True).entries]
 
     def plain(x: mx.array) -> list[mx.array]:
-        return list(plain_router(x, TOP_K, True))
+        return list(plain_router(x, Router(TOP_K)))
 
     ways: dict[str, Layer] = {
         "floor": empty_kernel(rows),

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 def blocks_top_k(model: nn.Module) -> int:
     from ..models.moe import blocks
 
-    return max(block.top_k for block in blocks(model))
+    return max(block.router.top_k for block in blocks(model))
 
 
 def read_documents(args: argparse.Namespace, tokenizer: Any) -> list[Tokens]:

@@ -9,10 +9,24 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..experts.stream import StreamedExperts
-from ..routing import LiveResidency, Residency, Routing, RoutingPolicy
+from ..routing import LiveResidency, Residency, Router, Routing, RoutingPolicy
 from .family import text_args
 
-_CHILDREN = ("gate", "switch_mlp", "shared_expert", "shared_expert_gate")
+_CHILDREN = ("switch_mlp", "shared_expert", "shared_expert_gate", "shared_experts")
+
+
+class Gate(nn.Module):
+    """Takes over a gate that is no nn.Linear but a weight ``[E, D]``, which is never quantised, with a bias ``[E]`` for
+    selection (the DeepSeek families); the router that mlx-lm has in it is ours.
+    """
+
+    def __init__(self, gate: nn.Module):
+        super().__init__()
+        self.weight = gate.weight
+        self.e_score_correction_bias = gate.e_score_correction_bias
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x @ self.weight.T
 
 
 class MoEBlock(nn.Module):
@@ -21,19 +35,20 @@ class MoEBlock(nn.Module):
     layer: its index among the model's layers; that of an MTP layer follows those of the trunk.
     """
 
-    def __init__(self, block: nn.Module, layer: int):
+    def __init__(self, block: nn.Module, layer: int, router: Router):
         super().__init__()
+        self.gate = block.gate if isinstance(block.gate, nn.Linear) else Gate(block.gate)
         for name in _CHILDREN:
             if name in block:
                 self[name] = block[name]
-        self.top_k: int = block.top_k
-        self.norm_topk_prob: bool = block.norm_topk_prob
         self.layer = layer
+        self.router = router
         self.routing = Routing()
 
     def __call__(self, x: mx.array) -> mx.array:
-        ids, weights = self.routing.route(self.layer, self.gate(x), self.top_k, self.norm_topk_prob)
-        shared = mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x) if "shared_expert" in self else None
+        bias = self.gate.get("e_score_correction_bias")
+        ids, weights = self.routing.route(self.layer, self.gate(x), self.router, bias)
+        shared = self._shared(x)
 
         def mix(outputs: mx.array) -> mx.array:  # [B, T, K, D]
             y = (outputs * weights[..., None]).sum(axis=-2).astype(x.dtype)
@@ -43,12 +58,18 @@ class MoEBlock(nn.Module):
             return self.switch_mlp(x, ids, mix, shared)
         return mix(self.switch_mlp(x, ids))
 
+    def _shared(self, x: mx.array) -> mx.array | None:
+        """What the experts that every token goes to add, if there are such."""
+        if "shared_experts" in self:
+            return self.shared_experts(x)
+        return mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x) if "shared_expert" in self else None
 
-def take_over(layers: Sequence[nn.Module], first: int = 0) -> None:
+
+def take_over(layers: Sequence[nn.Module], router: Router, first: int = 0) -> None:
     """Put a MoEBlock in the place of each mlx-lm MoE block in ``layers``, which are numbered from ``first``."""
     for index, layer in enumerate(layers, first):
         if "switch_mlp" in layer.mlp:
-            layer.mlp = MoEBlock(layer.mlp, index)
+            layer.mlp = MoEBlock(layer.mlp, index, router)
 
 
 def blocks(model: nn.Module) -> list[MoEBlock]:
@@ -65,7 +86,7 @@ def make_routing(model: nn.Module, policy: RoutingPolicy, residency: Path | None
     """
     layers = blocks(model)
     for block in layers:
-        policy.check_top_k(block.top_k)
+        policy.check_top_k(block.router.top_k)
     if residency is not None:
         args = text_args(model)
         return Routing(policy, Residency.from_json(residency, args.num_hidden_layers, args.num_experts))

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_lm.models import qwen3_5, qwen3_5_moe
 
+from ..routing import Router
 from .attention import take_over_attention
 from .family import Family, check_args
 from .gated_delta import take_over_recurrence
@@ -18,13 +19,14 @@ class Model(qwen3_5_moe.Model):
 
     def __init__(self, args: qwen3_5_moe.ModelArgs, mtp_layers: int, mtp_hidden: str = "after"):
         super().__init__(args)
+        text = self.language_model.args
+        router = Router(text.num_experts_per_tok, text.norm_topk_prob)
         if mtp_layers:
-            text = self.language_model.args
             layers = [qwen3_5.DecoderLayer(text, text.full_attention_interval - 1) for _ in range(mtp_layers)]
             self.mtp = MTPHead(layers, text.hidden_size, text.rms_norm_eps, mtp_hidden)
-            take_over(layers, text.num_hidden_layers)
+            take_over(layers, router, text.num_hidden_layers)
             take_over_attention(layers)
-        take_over(self.layers)
+        take_over(self.layers, router)
         take_over_attention(self.layers)
         take_over_recurrence(self.layers)
 

@@ -7,6 +7,7 @@ from typing import Any
 from mlx_lm.models import qwen3_moe
 
 from ..errors import CheckpointError
+from ..routing import Router
 from .family import Family, check_args
 from .moe import take_over
 
@@ -17,7 +18,7 @@ def _build(config: dict[str, Any], mtp_layers: int) -> qwen3_moe.Model:
     args = qwen3_moe.ModelArgs.from_dict(config)
     check_args(args)
     model = qwen3_moe.Model(args)
-    take_over(model.layers)
+    take_over(model.layers, Router(args.num_experts_per_tok, args.norm_topk_prob))
     return model
 
 

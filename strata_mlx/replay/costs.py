@@ -451,13 +451,13 @@ def _pair_seconds(model: nn.Module, repeats: int = 20) -> float:
         return 0.0
     weight = Trunk(model).norm.weight
     x = mx.ones((1, 1, weight.size), weight.dtype)
-    ids = mx.arange(block.top_k, dtype=mx.uint32).reshape(1, 1, -1)
+    ids = mx.arange(block.router.top_k, dtype=mx.uint32).reshape(1, 1, -1)
     seconds = []
     for _ in range(repeats):
         start = perf_counter()
         mx.eval(block.switch_mlp(x, ids))
         seconds.append(perf_counter() - start)
-    return statistics.median(seconds) / block.top_k
+    return statistics.median(seconds) / block.router.top_k
 
 
 def _costs(value: Any) -> Costs | None:

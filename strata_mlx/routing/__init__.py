@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .ops import Executor, Selection, select_ops
     from .price import Price
     from .residency import LiveResidency, Residency
+    from .router import Router
     from .routing import Routing, verify_window
     from .selection import select
 
@@ -21,6 +22,7 @@ __all__ = [
     "LogitRange",
     "Price",
     "Residency",
+    "Router",
     "Routing",
     "RoutingPolicy",
     "Selection",
@@ -39,6 +41,7 @@ __getattr__ = lazy(
         "LogitRange": "additive",
         "Price": "price",
         "Residency": "residency",
+        "Router": "router",
         "Routing": "routing",
         "Selection": "ops",
         "plan": "group_plan",

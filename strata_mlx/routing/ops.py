@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strata_mlx.routing.policy import DRAFT, FACTOR, HEAD, INVERSE
+from strata_mlx.routing.router import Router
 
 WEIGHT_FLOOR = 2.0**-14  # smallest sum of weights that renormalisation divides by
 LOWEST = float(np.finfo(np.float32).min)
@@ -91,17 +92,49 @@ def select_ops(
     return ids, mixing_weights(weights, probabilities, norm_topk=norm_topk, router=router, scale=scale)
 
 
-def plain_router(logits: mx.array, top_k: int, norm_topk: bool) -> Selection:
-    """The plain softmax router by mlx-lm's own chain of operations: ids and weights ``[..., K]``, weights in the
-    logits' type.
+def plain_router(logits: mx.array, router: Router, bias: mx.array | None = None) -> Selection:
+    """``router`` by mlx-lm's own chain of operations: ids and weights ``[..., K]``. Those of a softmax router have the
+    logits' type, those of a sigmoid router, whose selection ``bias`` is float ``[E]``, are float32.
 
     The same experts and weights as ``select_ops`` without residency, for a fifth of its cost on a CPU, but in no
-    promised order, and with a tie or a NaN decided as MLX happens to.
+    promised order, and with a tie or a NaN decided as MLX happens to. One difference is mlx-lm's: where all biased
+    scores of a group that counts are negative, experts of groups that do not count come before them.
     """
+    if router.kind == "sigmoid":
+        bias = mx.zeros(logits.shape[-1]) if bias is None else bias
+        r = router
+        return _plain_sigmoid(logits, bias, r.top_k, r.n_group, r.topk_group, r.scale, r.norm_topk, r.eps)
     p = mx.softmax(logits, axis=-1, precise=True)
-    ids = mx.argpartition(p, kth=-top_k, axis=-1)[..., -top_k:]
+    ids = mx.argpartition(p, kth=-router.top_k, axis=-1)[..., -router.top_k :]
     weights = mx.take_along_axis(p, ids, axis=-1)
-    return ids, weights / weights.sum(axis=-1, keepdims=True) if norm_topk else weights
+    weights = weights / weights.sum(axis=-1, keepdims=True) if router.norm_topk else weights
+    return ids, weights if router.scale == 1.0 else weights * router.scale
+
+
+@mx.compile  # as mlx-lm does: what is fused is not always rounded alike
+def _plain_sigmoid(
+    logits: mx.array,
+    bias: mx.array,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    scale: float,
+    norm_topk: bool,
+    eps: float,
+) -> Selection:
+    own = mx.sigmoid(logits.astype(mx.float32))
+    scores = own + bias
+    if n_group > 1 and topk_group < n_group:
+        scores = mx.unflatten(scores, axis=-1, shape=(n_group, -1))
+        best = mx.topk(scores, 2, axis=-1).sum(axis=-1, keepdims=True)
+        left_out = n_group - topk_group
+        groups = mx.argpartition(best, kth=left_out - 1, axis=-2)[..., :left_out, :]
+        scores = mx.flatten(mx.put_along_axis(scores, groups, mx.array(0.0), axis=-2), -2, -1)
+    ids = mx.argpartition(-scores, kth=top_k - 1, axis=-1)[..., :top_k]
+    weights = mx.take_along_axis(own, ids, axis=-1)
+    if norm_topk:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + eps)
+    return ids, weights * scale
 
 
 def _pick_by_rank(

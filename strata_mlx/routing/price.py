@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .ops import router_probabilities
+from .ops import router_probabilities, selection_offset
+from .router import Router
 
 SAMPLE_EVERY = 16  # windows of a layer, of which one is sampled
 _SAMPLED = SAMPLE_EVERY // 2  # which one: not the first, which fills an empty cache
@@ -20,9 +21,10 @@ class Price:
     """Of the rows that the MoE layers have routed, a row for each token and layer.
 
     rows: all of them; drafts that were rejected afterwards count. sampled_rows: those that the other two are means of,
-    None where there are none. changed: the share of the selected experts that are less probable than the plain
-    router's last choice. extra_kl: nats by which ``KL(weights || router's softmax)`` exceeds that of the plain top-k,
-    which is ``log(mass of the plain top-k / mass of the selected)``.
+    None where there are none. changed: the share of the selected experts that the router ranks below its own last
+    choice. extra_kl: nats by which ``KL(weights || router's probabilities)`` exceeds that of the plain top-k, which is
+    ``log(mass of the plain top-k / mass of the selected)``. A sigmoid router's probabilities are its scores over their
+    sum; its selection bias, which only ranks, can make this negative.
     """
 
     rows: int = 0
@@ -52,7 +54,9 @@ class Meter:
         self._rows = self._sampled = self._picks = 0
         self._totals = mx.zeros(2)  # picks changed and extra KL, of the sampled rows
 
-    def record(self, layer: int, logits: mx.array, ids: mx.array | None, top_k: int) -> None:
+    def record(
+        self, layer: int, logits: mx.array, ids: mx.array | None, router: Router, bias: mx.array | None = None
+    ) -> None:
         """A window has been routed: ``logits [T, E]`` to ``ids [T, K]``, None for those of the plain router."""
         rows, number = logits.shape[0], self._windows.get(layer, 0)
         self._windows[layer] = number + 1
@@ -60,9 +64,9 @@ class Meter:
         if number % SAMPLE_EVERY != _SAMPLED:
             return
         self._sampled += rows
-        self._picks += rows * top_k
+        self._picks += rows * router.top_k
         if ids is not None:
-            self._totals = self._totals + distance(logits, ids, top_k)
+            self._totals = self._totals + distance(logits, ids, router, bias)
             mx.async_eval(self._totals)  # or the logits of every sample would stay in memory
 
     def price(self) -> Price:
@@ -73,13 +77,17 @@ class Meter:
         return Price(self._rows, self._sampled, changed / self._picks, extra_kl / self._sampled)
 
 
-def distance(logits: mx.array, ids: mx.array, top_k: int) -> mx.array:
+def distance(logits: mx.array, ids: mx.array, router: Router, bias: mx.array | None = None) -> mx.array:
     """Picks changed and extra KL in nats, float32 ``[2]``, summed over the rows of ``logits [T, E]``, which went to
-    ``ids [T, K]``.
+    ``ids [T, K]``. bias: as in Routing.route().
     """
-    probabilities, _ = router_probabilities(logits, "softmax")
-    plain = mx.topk(probabilities, top_k, axis=-1)
-    chosen = mx.take_along_axis(probabilities, ids, axis=-1)
-    changed = (chosen < plain.min(axis=-1, keepdims=True)).sum()
-    mass = [mx.maximum(each.sum(axis=-1), _TINY) for each in (plain, chosen)]
-    return mx.stack([changed.astype(mx.float32), mx.log(mass[0] / mass[1]).sum()])
+    probabilities, dead = router_probabilities(logits, router.kind)
+    ranked = probabilities
+    if router.kind == "sigmoid":
+        ranked = ranked + selection_offset(probabilities, dead, bias, router.n_group, router.topk_group)
+    plain = mx.argpartition(-ranked, router.top_k - 1, axis=-1)[:, : router.top_k]
+    last = mx.take_along_axis(ranked, plain, axis=-1).min(axis=-1, keepdims=True)
+    changed = (mx.take_along_axis(ranked, ids, axis=-1) < last).sum()
+    masses = [mx.take_along_axis(probabilities, each, axis=-1).sum(axis=-1) for each in (plain, ids)]
+    before, after = (mx.maximum(mass, _TINY) for mass in masses)
+    return mx.stack([changed.astype(mx.float32), mx.log(before / after).sum()])

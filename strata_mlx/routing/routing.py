@@ -16,6 +16,7 @@ from strata_mlx.routing.ops import Executor, Selection, plain_router
 from strata_mlx.routing.policy import FACTOR, RoutingPolicy
 from strata_mlx.routing.price import Meter, Price
 from strata_mlx.routing.residency import ResidencyMap
+from strata_mlx.routing.router import Router
 from strata_mlx.routing.selection import select
 
 _verifying: ContextVar[bool] = ContextVar("verifying", default=False)
@@ -81,44 +82,45 @@ class Routing:
         self._ranges.clear()
         self._meter.clear()
 
-    def route(self, layer: int, logits: mx.array, top_k: int, norm_topk: bool) -> Selection:
+    def route(self, layer: int, logits: mx.array, router: Router, bias: mx.array | None = None) -> Selection:
         """Experts and weights for router logits ``[..., T, E]``: ids uint32 and weights float, both ``[..., T, K]``.
 
         Where no score would be scaled, this is mlx-lm's own chain of operations on every device, bit for bit. The
         kernel is for policies: the chain keeps the weights in half precision, which saves a GPU conversions.
+        bias: of a sigmoid router, float ``[E]``, for selection only.
         """
-        selection = self._select(layer, logits, top_k, norm_topk)
+        selection = self._select(layer, logits, router, bias)
         if self.observer is not None:
             self.observer(layer, selection[0])
         return selection
 
-    def _select(self, layer: int, logits: mx.array, top_k: int, norm_topk: bool) -> Selection:
+    def _select(self, layer: int, logits: mx.array, router: Router, bias: mx.array | None) -> Selection:
         if self.mode == "exact":
-            return plain_router(logits, top_k, norm_topk)
+            return plain_router(logits, router, bias)
         shape, rows = logits.shape, logits.reshape(-1, logits.shape[-1])
-        resident = self._resident(layer, top_k, rows.shape[0])
+        resident = self._resident(layer, router.top_k, rows.shape[0])
         if resident is None:
-            self._meter.record(layer, rows, None, top_k)
-            return plain_router(logits, top_k, norm_topk)
+            self._meter.record(layer, rows, None, router)
+            return plain_router(logits, router, bias)
         assert self.executor is not None, "the mode is biased"
         known = self._ranges.get(layer) if self.policy.kind == "cache_prior" else None
         ids, weights = select(
             rows,
             resident,
             self.policy,
-            top_k=top_k,
             draft_rows=_draft_rows(rows.shape[0], shape[-2] if _verifying.get() else 0),
-            norm_topk=norm_topk,
+            selection_bias=bias,
             logit_range=known,
             executor=self.executor,
             layer=layer,
+            **router.options(),
         )
         if self.policy.kind == "cache_prior":
             # The rows of a window may be rejected, all but the first.
             learned = 1 if _verifying.get() else rows.shape[0]
             self._ranges[layer] = (known or LogitRange()).after(rows, learned)
-        self._meter.record(layer, rows, ids, top_k)
-        return ids.reshape(*shape[:-1], top_k), weights.reshape(*shape[:-1], top_k)
+        self._meter.record(layer, rows, ids, router, bias)
+        return ids.reshape(*shape[:-1], -1), weights.reshape(*shape[:-1], -1)
 
     def _resident(self, layer: int, top_k: int, rows: int) -> mx.array | None:
         """The map of a layer for a window of so many rows, None where no score would be scaled: then the run is the

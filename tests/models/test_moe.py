@@ -15,7 +15,7 @@ from mlx_lm.utils import load_model as load_with_mlx_lm
 
 from strata_mlx import Residency, Routing, RoutingPolicy, load, set_routing
 from strata_mlx.models.moe import MoEBlock, blocks
-from strata_mlx.routing import select_ops
+from strata_mlx.routing import Router, select_ops
 from tests.routing.properties import TOLERANCE
 from tests.tiny import FAMILIES, make_checkpoint
 
@@ -93,7 +93,7 @@ def test_the_mixing_weights_are_the_routers_own(policy: RoutingPolicy, resident:
     rng = np.random.default_rng(len(resident))
     scores = rng.normal(size=(1, 5, EXPERTS)).astype(np.float32)
     routing = Routing(policy, residency(*resident), executor=select_ops)
-    ids, weights = (np.array(x) for x in routing.route(0, mx.array(scores), 2, True))
+    ids, weights = (np.array(x) for x in routing.route(0, mx.array(scores), Router(2)))
     p = np.exp(scores.astype(np.float64))
     own = np.take_along_axis(p, ids.astype(np.int64), -1)
     assert np.abs(weights - own / own.sum(-1, keepdims=True)).max() <= TOLERANCE

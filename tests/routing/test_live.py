@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from strata_mlx import Routing, RoutingPolicy, load, set_routing
 from strata_mlx.models.moe import blocks, make_routing
-from strata_mlx.routing import LiveResidency, Residency, select_ops, verify_window
+from strata_mlx.routing import LiveResidency, Residency, Router, select_ops, verify_window
 from strata_mlx.speculation.decoder import SpeculativeDecoder
 from tests.tiny import make_checkpoint
 
@@ -46,7 +46,7 @@ def logits(rows: int = 1, seed: int = 0) -> mx.array:
 
 
 def selected(routing: Routing, scores: mx.array) -> list[list[int]]:
-    ids, _ = routing.route(0, scores, TOP_K, True)
+    ids, _ = routing.route(0, scores, Router(TOP_K))
     return [sorted(row) for row in np.array(ids)[0].tolist()]
 
 
@@ -79,7 +79,7 @@ def test_what_is_loaded_after_a_window_has_begun_does_not_reach_it() -> None:
     """The window is computed later than it is built; a copy of the map goes into it."""
     table = Table()
     table.hold(0, 1, 2, 3)
-    ids, _ = live(table).route(0, logits(), TOP_K, True)
+    ids, _ = live(table).route(0, logits(), Router(TOP_K))
     table.hold(4, 5, 6, 7)
     assert [sorted(row) for row in np.array(ids)[0].tolist()] == expected(logits(), {0, 1, 2, 3})
 
@@ -122,7 +122,7 @@ def test_what_never_fires_changes_no_bit(policy: RoutingPolicy, held: range, row
     table.hold(*held)
     scores = logits(rows)
     for ours, plain in zip(
-        live(table, policy).route(0, scores, TOP_K, True), Routing().route(0, scores, TOP_K, True), strict=True
+        live(table, policy).route(0, scores, Router(TOP_K)), Routing().route(0, scores, Router(TOP_K)), strict=True
     ):
         assert mx.array_equal(ours, plain)
 

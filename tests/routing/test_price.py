@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from strata_mlx import Residency, Routing, RoutingPolicy
-from strata_mlx.routing import price, select_ops
+from strata_mlx.routing import Router, price, select_ops
 from strata_mlx.routing.price import SAMPLE_EVERY, Meter, Price
 
 EXPERTS, TOP_K = 12, 4
+ROUTER = Router(TOP_K)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -52,7 +53,7 @@ def test_the_price_is_the_divergence_from_the_router(seed: int, count: int, rows
     ids = np.stack([[rng.permutation(EXPERTS)[:TOP_K] for _ in range(rows)] for _ in range(count)])
     meter = Meter()
     for window, picked in zip(scores, ids, strict=True):
-        meter.record(0, mx.array(window), mx.array(picked.astype(np.uint32)), TOP_K)
+        meter.record(0, mx.array(window), mx.array(picked.astype(np.uint32)), ROUTER)
     sampled, changed, extra = reference(scores, ids)
     found = meter.price()
     assert (found.rows, found.sampled_rows) == (count * rows, sampled)
@@ -67,7 +68,7 @@ def test_the_price_is_the_divergence_from_the_router(seed: int, count: int, rows
 def test_routing_measures_what_it_selects(seed: int) -> None:
     scores, resident = windows(seed, SAMPLE_EVERY, 1), np.random.default_rng(seed).random(EXPERTS) < 0.4
     routing = Routing(RoutingPolicy(1.5), Residency({0: resident}), executor=select_ops)
-    ids = np.stack([np.array(routing.route(0, mx.array(window), TOP_K, True)[0]) for window in scores])
+    ids = np.stack([np.array(routing.route(0, mx.array(window), ROUTER)[0]) for window in scores])
     _, changed, extra = reference(scores, ids)
     assert routing.price.rows == SAMPLE_EVERY
     assert math.isclose(routing.price.changed or 0, changed / TOP_K, rel_tol=1e-6)
@@ -79,10 +80,10 @@ def test_rows_that_are_routed_exactly_count_as_such() -> None:
     routing = Routing(RoutingPolicy(9.0), Residency({0: np.arange(EXPERTS) < 6}), executor=select_ops)
     scores = windows(1, SAMPLE_EVERY, 1)
     for window in scores:
-        routing.route(0, mx.array(window), TOP_K, True)
+        routing.route(0, mx.array(window), ROUTER)
     alone = routing.price
     for window in scores:
-        routing.route(1, mx.array(window), TOP_K, True)
+        routing.route(1, mx.array(window), ROUTER)
     both = routing.price
     assert (both.rows, both.sampled_rows) == (2 * alone.rows, 2 * alone.sampled_rows)
     assert alone.changed
@@ -92,7 +93,7 @@ def test_rows_that_are_routed_exactly_count_as_such() -> None:
 def test_a_request_begins_with_no_price() -> None:
     routing = Routing(RoutingPolicy(9.0), Residency({0: np.arange(EXPERTS) < 6}), executor=select_ops)
     for window in windows(1, SAMPLE_EVERY, 1):
-        routing.route(0, mx.array(window), TOP_K, True)
+        routing.route(0, mx.array(window), ROUTER)
     assert "% of the selections changed" in str(routing.price)
     routing.begin()
     assert routing.price == Price()
@@ -101,25 +102,25 @@ def test_a_request_begins_with_no_price() -> None:
 
 def test_exact_routing_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Meter, "record", lambda *_: pytest.fail("exact routing has a price"))
-    Routing(RoutingPolicy(9.0)).route(0, mx.array(windows(1, 1, 1)), TOP_K, True)
+    Routing(RoutingPolicy(9.0)).route(0, mx.array(windows(1, 1, 1)), ROUTER)
 
 
 def test_a_row_without_a_number_has_a_finite_price() -> None:
     meter = Meter()
     for _ in range(SAMPLE_EVERY):
-        meter.record(0, mx.full((1, EXPERTS), mx.nan), mx.arange(TOP_K, dtype=mx.uint32)[None], TOP_K)
+        meter.record(0, mx.full((1, EXPERTS), mx.nan), mx.arange(TOP_K, dtype=mx.uint32)[None], ROUTER)
     assert meter.price() == Price(SAMPLE_EVERY, 1, 0.0, 0.0)
 
 
-def _every_pick(self: Meter, layer: int, logits: mx.array, ids: mx.array | None, top_k: int) -> None:
-    _RECORD(self, layer, logits, ids, top_k)
+def _every_pick(self: Meter, layer: int, logits: mx.array, ids: mx.array | None, *rest: Any) -> None:
+    _RECORD(self, layer, logits, ids, *rest)
     self._totals = self._totals + mx.array([1.0, 0.0])
 
 
-def _of_the_mass_alone(logits: mx.array, ids: mx.array, top_k: int) -> mx.array:
+def _of_the_mass_alone(logits: mx.array, ids: mx.array, *rest: Any) -> mx.array:
     p = mx.softmax(logits, axis=-1)
     lost = -mx.log(mx.take_along_axis(p, ids, axis=-1).sum(axis=-1)).sum()
-    return mx.stack([_DISTANCE(logits, ids, top_k)[0], lost])
+    return mx.stack([_DISTANCE(logits, ids, *rest)[0], lost])
 
 
 _RECORD, _DISTANCE = Meter.record, price.distance
