@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from .errors import Fault, InputError
 
@@ -43,9 +44,14 @@ def arrange(module: nn.Module, parameter: mx.array) -> mx.array:
     """A parameter of ``module``, with the same values and shape, in the memory layout that the device multiplies
     faster.
     """
-    if on_cpu() and isinstance(module, nn.Linear) and parameter.ndim == 2:
-        return mx.contiguous(parameter.T).T
+    if arranges(module) and parameter.ndim == module.weight.ndim:
+        return mx.contiguous(parameter.swapaxes(-1, -2)).swapaxes(-1, -2)
     return parameter
+
+
+def arranges(module: nn.Module) -> bool:
+    """Whether arrange() changes the layout of the weight of ``module``."""
+    return on_cpu() and isinstance(module, nn.Linear | SwitchLinear)
 
 
 def plans_each_length() -> bool:

@@ -25,6 +25,7 @@ from .experts.eviction import DEFAULT_EVICTION
 from .experts.options import Context, ExpertOptions, begin
 from .experts.streaming import slots_by_layer, stream_experts, streaming_of
 from .hub import find_model
+from .models.dequantised import dequantise
 from .models.plan import ModelPlan, plan_model
 
 _LARGE_MODEL = 1 << 30
@@ -101,6 +102,8 @@ def load(
             slots = fit.slots if fit and fit.streams else None
         model = load_model(plan, dtype, slots, eviction, options.settings, pins)
     model = apply_adapters(model, adapters) if adapters else model
+    if slots is None and memory is None:
+        dequantise(model)
     begin(model, fit, pins, profile)
     return model, tokenizer.result()
 

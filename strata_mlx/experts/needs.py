@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from ..checkpoint.safetensors import FLOATING
-from ..device import compute_dtype, on_cpu
+from ..device import arranges, compute_dtype, on_cpu
 from ..models.family import EXPERT_PARAMETER
 from ..models.moe import blocks
 from ..models.plan import ModelPlan, group_of
@@ -129,7 +128,7 @@ def _parameter_sizes(plan: ModelPlan, dtype: str) -> Iterator[_Size]:
         entry, stored = plan.checkpoint.tensors[recipe.sources[0]], plan.source_bytes(name)
         is_cast = cast is not None and entry.dtype in FLOATING
         loaded = stored * entry.size // entry.nbytes * cast.size if cast is not None and is_cast else stored
-        arranged = on_cpu() and isinstance(modules[name.rpartition(".")[0]], nn.Linear) and name.endswith(".weight")
+        arranged = arranges(modules[name.rpartition(".")[0]]) and name.endswith(".weight")
         made = len(recipe.sources) > 1 or recipe.half is not None or recipe.swap or recipe.shift
         source = plan.checkpoint.tensors[recipe.sources[0]].nbytes if recipe.half is not None else stored
         yield _Size(name, loaded, source * (is_cast or made or arranged) + loaded * (is_cast and (made or arranged)))

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import ArraysCache
 from ..checkpoint.precision import part_of
 from ..checkpoint.safetensors import FLOATING
 from ..device import compute_dtype
+from .dequantised import dequantised_bytes
 from .plan import ModelPlan
 
 _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -62,9 +63,17 @@ def describe(plan: ModelPlan, context: int) -> dict[str, Any]:
         "memory_bytes": {
             "weights": sum(row.loaded for row in trunk),
             "mtp_head": sum(row.loaded for row in rows) - sum(row.loaded for row in trunk),
+            **_dequantised(plan, rows),
             **_cache_bytes(plan, context),
         },
     }
+
+
+def _dequantised(plan: ModelPlan, rows: list[_Parameter]) -> dict[str, int]:
+    """What load() takes on top, where memory has no budget."""
+    sizes = dequantised_bytes(plan.model)
+    more = sum(sizes[row.name] - row.loaded for row in rows if row.name in sizes)
+    return {"dequantised": more} if more else {}
 
 
 def _layout(plan: ModelPlan) -> str:
