@@ -8,6 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 
+from ..device import on_cpu
+from .few_rows import multiply
+
 
 class Hidden(NamedTuple):
     """What the trunk makes of tokens ``[B, T]``, lazily: hidden states ``[B, T, D]``, the final norm apart."""
@@ -46,3 +49,12 @@ class Trunk:
     def logits(self, hidden: mx.array) -> mx.array:
         """Of normed hidden states ``[B, T, D]``: ``[B, T, V]``."""
         return self.embed.as_linear(hidden) if self._head is None else self._head(hidden)
+
+    def rounded_logits(self, hidden: mx.array) -> mx.array:
+        """logits() up to rounding, sooner where there is a faster way, for verify windows and drafts: their tokens are
+        those of the exact ones unless two logits are equal within rounding. May evaluate ``hidden``.
+        """
+        head: Any = self._head
+        if on_cpu() and type(head) is nn.Linear and "bias" not in head and head.weight.dtype == mx.float32:
+            return multiply(hidden, head.weight.T)
+        return self.logits(hidden)

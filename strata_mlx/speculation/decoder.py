@@ -168,8 +168,9 @@ class SpeculativeDecoder:
             following = self._step_ahead(flight)
             tokens = self._land(flight)
             ended = self._left == 0 or tokens[-1].token in self._stops
+            commit_seconds = self._watch.lap()
             asked = self._ask() if self._drafting and not (following or ended) else None
-            self._record(flight, len(tokens), steady=following is not None)
+            self._record(flight, len(tokens), commit_seconds, steady=following is not None)
             if len(self.rounds) == 1:
                 report(prompt.size, prompt.size)
             taken = 0
@@ -261,7 +262,8 @@ class SpeculativeDecoder:
         window = Window(self.cache, tokens.size)
         with verify_window():
             hidden = self._trunk(tokens[None], window.layers)
-        logits = self._trunk.logits(hidden.after)[0]  # [T, V]
+        # A plain step has the bits of plain decoding. A window is greedy up to logits that are equal within rounding.
+        logits = (self._trunk.rounded_logits if drafts else self._trunk.logits)(hidden.after)[0]  # [T, V]
         if self._processors:
             rows = [self._process(seen, tokens[: i + 1], logits[i : i + 1]) for i in range(tokens.size)]
             logits = mx.concatenate(rows)
@@ -307,7 +309,7 @@ class SpeculativeDecoder:
         for drafter in self._drafters:
             drafter.observe(tokens, hidden)
 
-    def _record(self, flight: _Flight, committed: int, steady: bool) -> None:
+    def _record(self, flight: _Flight, committed: int, commit_seconds: float, steady: bool) -> None:
         """``steady``: plain steps go on, so that this one's time is that of a plain step."""
         record = Round(
             flight.confidences,
@@ -316,7 +318,7 @@ class SpeculativeDecoder:
             committed,
             flight.draft_seconds,
             flight.verify_seconds,
-            self._watch.lap(),
+            commit_seconds,
         )
         if flight.confidences:
             self._pacer.round(record.seconds, committed)

@@ -96,7 +96,7 @@ class MTPDrafter:
         self.catch_up()
         hidden = self._last
         while hidden is not None:
-            step = self._draft(self._trunk.logits(hidden)[:, -1])
+            step = self._draft(self._trunk.rounded_logits(hidden)[:, -1])
             yield step
             hidden = self._head(self._embed(step.token), hidden, self.cache)
             self._chained += 1
