@@ -89,7 +89,7 @@ def evaluate(
     _check(model, documents, slots)
     layers = blocks(model)
     for policy in policies:
-        policy.check_top_k(layers[0].top_k)
+        policy.check_top_k(layers[0].router.top_k)
     before = [block.routing for block in layers]
     rows: list[dict[str, Any]] = []
     try:

@@ -134,7 +134,8 @@ def load_model(
     for part, parameters in plan.groups().items():
         parameters = [name for name in parameters if not name.startswith(streamed)]
         weights = {
-            name: arrange(modules[name.rpartition(".")[0]], plan.recipes[name].build(read, cast)) for name in parameters
+            name: arrange(modules[name.rpartition(".")[0]], plan.recipes[name].build(read, _cast(plan, name, cast)))
+            for name in parameters
         }
         evaluate(weights, f"loading {part} of {plan.checkpoint.path}")
         plan.model.update(tree_unflatten(list(weights.items())))
@@ -142,6 +143,12 @@ def load_model(
     plan.model.eval()
     plan.model.streaming = streaming
     return plan.model
+
+
+def _cast(plan: ModelPlan, parameter: str, cast: mx.Dtype | None) -> mx.Dtype | None:
+    """What a floating parameter is cast to: not to fewer bits, where the model says that it needs all."""
+    may_cast = getattr(plan.model, "cast_predicate", lambda _: True)
+    return cast if cast == mx.float32 or may_cast(parameter) else None
 
 
 def _check_adapters(path: Path) -> None:

@@ -119,13 +119,18 @@ def kv_quantiser(
     """What quantises the attention caches in place once they hold ``start`` tokens; nothing if ``bits`` is None."""
     if bits is None:
         return lambda: None
-    head_dim = text_args(model).head_dim
+    args = text_args(model)
+    head_dim = args.head_dim
+    if hasattr(args, "kv_lora_rank"):
+        raise InputError("kv_bits: mlx_lm's latent attention takes no quantised cache; leave it out for this model")
     if bits not in AFFINE_BITS or group_size not in AFFINE_GROUP_SIZES or head_dim % group_size:
         raise InputError(
             f"a KV cache of {bits} bits in groups of {group_size} is not possible: bits must be one of {AFFINE_BITS}, "
             f"and the group size one of {AFFINE_GROUP_SIZES} that divides the head dimension {head_dim}"
         )
     for layer in cache:
+        if isinstance(layer, RotatingKVCache) and not layer.keep:
+            raise InputError("kv_bits: the cache of a sliding window cannot be quantised; leave it out for this model")
         if isinstance(layer, RotatingKVCache):
             raise InputError("a cache of limited size cannot be quantised; give max_kv_size or kv_bits, not both")
         if isinstance(layer, QuantizedKVCache) and (layer.bits, layer.group_size) != (bits, group_size):

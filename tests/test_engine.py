@@ -24,7 +24,8 @@ from strata_mlx import Fault, GenerationResponse, InputError, generate, load, st
 from strata_mlx.engine import encode, generate_step, summary
 from strata_mlx.prefill import make_cache, prefill
 from strata_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
-from tests.tiny import EOS, FAMILIES, START, make_checkpoint
+from tests.errors import refuses
+from tests.tiny import EOS, FAMILIES, START, TINY, make_checkpoint
 
 PROMPT = mx.array([72, 3, 200, 3, 15, 99, 0, 31, 72, 3, 120, 41])
 Pair = tuple[nn.Module, TokenizerWrapper]
@@ -129,7 +130,17 @@ def test_logits_processors_see_the_same_tokens_as_in_mlx_lm(model: nn.Module, op
 @pytest.mark.parametrize("start", [0, 10, 14, 100])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantised_kv_cache_gives_the_tokens_of_mlx_lm(model: nn.Module, bits: int, start: int) -> None:
-    same_as_mlx_lm(model, kv_bits=bits, kv_group_size=32, quantized_kv_start=start, prefill_step_size=5)
+    options: dict[str, Any] = {
+        "kv_bits": bits,
+        "kv_group_size": 32,
+        "quantized_kv_start": start,
+        "prefill_step_size": 5,
+    }
+    if TINY[model.model_type].quantises:
+        same_as_mlx_lm(model, **options)
+    else:
+        with refuses(InputError, "kv_bits"):
+            collect(generate_step(PROMPT, model, **options))
 
 
 @pytest.mark.parametrize("step", [1, 3, 2048])
@@ -325,6 +336,8 @@ def test_speeds_are_those_of_the_response() -> None:
 def test_continuing_a_prompt_cache_equals_one_long_prompt(
     model: nn.Module, cut: int, kind: dict[str, Any], saved: bool, tmp_path: Path
 ) -> None:
+    if kind and not TINY[model.model_type].quantises:
+        return
     cache = make_cache(model)
     prefill(PROMPT[:cut], model, cache, **kind)
     assert any(isinstance(layer, QuantizedKVCache) for layer in cache) == bool(kind)

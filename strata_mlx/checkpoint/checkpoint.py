@@ -16,6 +16,8 @@ from .safetensors import TensorEntry, read_header
 INDEX = "model.safetensors.index.json"
 MTP_FILE = "mtp.safetensors"  # apart from model*.safetensors, since mlx_lm refuses tensors it does not know there
 
+_SAMPLES, _SAMPLE = 64, 4096  # how many, and the bytes of each
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -50,6 +52,17 @@ class Checkpoint:
         if (path / INDEX).exists():
             _check_index(path, tensors)
         return cls(path, config, tensors)
+
+    def alike(self, name: str, other: str) -> bool:
+        """Whether two tensors look like copies of each other: of one type and shape, and equal in samples of their
+        bytes. Raises Fault where these cannot be read.
+        """
+        one, two = self.tensors[name], self.tensors[other]
+        if (one.dtype, one.shape) != (two.dtype, two.shape):
+            return False
+        step = max(one.nbytes // _SAMPLES, _SAMPLE)
+        offsets = range(0, one.nbytes, step)
+        return all(one.read(offset, _SAMPLE) == two.read(offset, _SAMPLE) for offset in offsets)
 
     def reader(self) -> TensorReader:
         return TensorReader(self.tensors)

@@ -126,7 +126,9 @@ class Conversion:
     def _build(self, parameter: str, read: TensorReader) -> mx.array:
         recipe = self.plan.recipes[parameter]
         array = recipe.build(read, self._dtype_of(parameter))
-        if recipe.half != 0:  # the second half of a fused tensor comes right after the first and shares its data
+        if recipe.half != 0 and (
+            recipe.rows is None or recipe.rows[0]
+        ):  # what comes after it shares the first one's data
             read.release(recipe.sources)
         return array
 

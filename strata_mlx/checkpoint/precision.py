@@ -18,9 +18,12 @@ _PARTS = {
     "switch_mlp": "experts",
     "shared_expert": "shared_expert",
     "shared_expert_gate": "router",
+    "shared_experts": "shared_expert",
     "gate": "router",
     "mlp": "mlp",
     "fc": "fc",
+    "eh_proj": "fc",
+    "shared_head": "lm_head",
 }
 PARTS = tuple(dict.fromkeys(_PARTS.values()))  # norms are never quantised
 DEFAULTS = {"affine": (64, 4), "mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}  # mode: group size, bits
@@ -111,10 +114,12 @@ class PrecisionPlan:
         return precision
 
     def check_parts(self, paths: Iterable[str]) -> None:
-        """Raise InputError for a part that none of the modules at ``paths`` belongs to, such as a misspelt one."""
+        """Raise InputError for a part that none of the modules at ``paths`` belongs to, such as a misspelt one. Routers
+        that are never quantised do with ROUTER, which is the default for them.
+        """
         known = {name for path in paths for name in _from_specific_to_general(part_of(path))}
-        for part in self.parts:
-            if part not in known:
+        for part, precision in self.parts.items():
+            if part not in known and (part, precision) != ("router", ROUTER):
                 raise InputError(
                     f"--q-part {part}: this model has no such part to quantise; it has {', '.join(sorted(known))}"
                 )

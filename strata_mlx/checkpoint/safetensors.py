@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, Fault
 
 # Bytes per element, for every dtype that MLX can read.
 DTYPE_BYTES = {
@@ -49,6 +49,15 @@ class TensorEntry:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Up to ``nbytes`` of its bytes from ``offset`` on. Raises Fault where the file cannot be read."""
+        try:
+            with self.file.open("rb") as file:
+                file.seek(self.start + offset)
+                return file.read(min(nbytes, self.nbytes - offset))
+        except OSError as error:
+            raise Fault(f"{self.file}: cannot be read: {error.strerror or error}") from error
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:

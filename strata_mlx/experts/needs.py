@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
 
 from ..checkpoint.safetensors import FLOATING
 from ..device import arranges, compute_dtype, on_cpu
 from ..models.family import EXPERT_PARAMETER
 from ..models.moe import blocks
-from ..models.plan import ModelPlan, group_of
+from ..models.plan import KeysAndValues, ModelPlan, group_of
 from ..speculation.draft import MAX_STEPS
 from . import system
 from .budget import CONTEXT, Activations, Needs, gpu_memory
@@ -57,9 +56,10 @@ def needs_of(
     experts = [size for size in sizes if EXPERT_PARAMETER.fullmatch(size.name)]
     dense = [size for size in sizes if not EXPERT_PARAMETER.fullmatch(size.name)]
     head = sum(size.loaded for size in dense if size.name.startswith("mtp."))
-    recurrent, attention = _layers(plan)
+    attention = plan.attention()
+    recurrent = len(plan.model.layers) - len(attention)
     state = _state_bytes(args, itemsize) if recurrent else 0
-    kv = _kv_bytes(args, context, itemsize)
+    kv = [_kv_bytes(cache, context, itemsize) for cache in (*attention, *plan.attention(head=True))]
     activations = _activations(plan, context, itemsize, recurrent)
     together = activations.of(sequences) + _LOGITS * sequences * args.vocab_size * 4 if sequences > 1 else 0
     own_gpu = system.on_gpu_of_its_own()
@@ -69,10 +69,10 @@ def needs_of(
             "process": _process(own_gpu),
             "weights": sum(size.loaded for size in dense) - head,
             "mtp_head": head,
-            "kv_cache": sequences * (attention + 1) * kv,  # one grows while its old arrays are there
+            "kv_cache": sequences * (sum(kv) + max(kv)),  # one grows while its old arrays are there
             "recurrent_state": sequences * 2 * recurrent * state,  # the next one is made from the one before
             # One more is made before the one that it takes the place of goes.
-            "prefixes": prefixes + attention * kv + recurrent * state if prefixes else 0,
+            "prefixes": prefixes + sum(kv) + recurrent * state if prefixes else 0,
             "adapters": adapters,
             "buffers": _BUFFERS if on_cpu() else _BUFFERS_GPU,
         },
@@ -129,24 +129,16 @@ def _parameter_sizes(plan: ModelPlan, dtype: str) -> Iterator[_Size]:
         is_cast = cast is not None and entry.dtype in FLOATING
         loaded = stored * entry.size // entry.nbytes * cast.size if cast is not None and is_cast else stored
         arranged = arranges(modules[name.rpartition(".")[0]]) and name.endswith(".weight")
-        made = len(recipe.sources) > 1 or recipe.half is not None or recipe.swap or recipe.shift
-        source = plan.checkpoint.tensors[recipe.sources[0]].nbytes if recipe.half is not None else stored
+        part = recipe.half is not None or recipe.rows is not None
+        made = len(recipe.sources) > 1 or part or recipe.swap or recipe.shift
+        source = plan.checkpoint.tensors[recipe.sources[0]].nbytes if part else stored
         yield _Size(name, loaded, source * (is_cast or made or arranged) + loaded * (is_cast and (made or arranged)))
 
 
-def _layers(plan: ModelPlan) -> tuple[int, int]:
-    """Recurrent layers, and layers with attention, those of the MTP head among them."""
-    model = plan.model
-    caches = model.make_cache() if hasattr(model, "make_cache") else [None] * len(model.layers)
-    recurrent = sum(isinstance(cache, ArraysCache) for cache in caches)
-    head = len(model.mtp.layers) if "mtp" in model else 0
-    return recurrent, len(caches) - recurrent + head
-
-
-def _kv_bytes(args: Any, context: int, itemsize: int) -> int:
-    """Of one layer: a cache that is not aligned to its steps has up to one step more."""
+def _kv_bytes(cache: KeysAndValues, context: int, itemsize: int) -> int:
+    """A cache that is not aligned to its steps has up to one step more; a verify window holds a sliding one twice."""
     tokens = (math.ceil(context / KV_STEP) + 1) * KV_STEP
-    return 2 * args.num_key_value_heads * args.head_dim * itemsize * tokens
+    return cache.size(tokens) * itemsize * (1 if cache.window is None else 2)
 
 
 def _state_bytes(args: Any, itemsize: int) -> int:
@@ -177,9 +169,17 @@ def _activations(plan: ModelPlan, context: int, itemsize: int, recurrent: int) -
     heads = args.num_attention_heads * args.head_dim
     on_metal = mx.metal.is_available() and not on_cpu()
     moe = args.num_experts_per_tok * (4 * hidden + 3 * args.moe_intermediate_size) + 4 * hidden
-    moe += 3 * (getattr(args, "shared_expert_intermediate_size", 0) or 0) + 4 * args.num_experts
-    layers = [moe * itemsize, (11 * heads + 4 * hidden) * itemsize]
-    in_flight = 0
+    shared = getattr(args, "shared_expert_intermediate_size", 0) or 0
+    shared += (getattr(args, "n_shared_experts", 0) or 0) * args.moe_intermediate_size
+    moe += 3 * shared + 4 * args.num_experts
+    dense = 3 * getattr(args, "intermediate_size", 0) + 4 * hidden
+    layers = [moe * itemsize, (11 * heads + 4 * hidden) * itemsize, dense * itemsize]
+    # A sliding window keeps all rows of a chunk until the next one comes.
+    slid = sum(cache.elements for cache in plan.attention() if cache.window) * itemsize
+    in_flight, added = 0, 0
+    if hasattr(args, "kv_lora_rank"):  # keys and values of all heads for all tokens, and scores of the rotated keys
+        in_flight = args.num_attention_heads * (args.qk_nope_head_dim + args.v_head_dim) * itemsize * context
+        added = 2 * args.num_attention_heads * itemsize
     if recurrent:
         wide = 2 * _convolved(args) * itemsize
         # The op path keeps the state after each row until the chunk is done; Metal has a kernel that does not.
@@ -187,4 +187,4 @@ def _activations(plan: ModelPlan, context: int, itemsize: int, recurrent: int) -
         layers.append(5 * wide + states)
         in_flight = 0 if on_metal else _TASKS * 4 * _recurrence(args)
     scores = 0 if on_metal else 2 * args.num_attention_heads * itemsize
-    return Activations(max(layers) + 6 * hidden * itemsize, scores, context, in_flight)
+    return Activations(max(layers) + 6 * hidden * itemsize + slid, scores + added, context, in_flight)

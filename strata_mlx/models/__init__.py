@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
 from .family import Family
 
-SUPPORTED = ("qwen3_next", "qwen3_5_moe", "qwen3_moe")
-
 
 def find_family(checkpoint: Checkpoint) -> Family:
     """The adapter for the checkpoint's ``model_type``; raises CheckpointError naming those that are supported."""
     model_type = checkpoint.config.get("model_type")
-    if model_type not in SUPPORTED:
+    family = _family(model_type) if model_type in _modules() else None
+    if family is None:
+        supported = (name for name in _modules() if _family(name))
         raise CheckpointError(
             f"{checkpoint.path / 'config.json'}: model_type {model_type!r} is not supported; supported are "
-            f"{', '.join(SUPPORTED)}"
+            f"{', '.join(supported)}"
         )
-    family: Family = importlib.import_module(f".{model_type}", __name__).FAMILY
     return family
+
+
+def _modules() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def _family(module: str) -> Family | None:
+    """What the adapter in ``module`` says, if it is one."""
+    return getattr(importlib.import_module(f".{module}", __name__), "FAMILY", None)

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Callable, Container
 from copy import deepcopy
 from dataclasses import dataclass
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import mlx.nn as nn
@@ -35,6 +35,10 @@ class Family:
     model_type: as in config.json. build: makes the model from the text configuration and a number of MTP layers.
     shifted_norms: the Hugging Face layout stores RMSNorm weights around zero.
     names: maps a parameter's name to those that known layouts store it under, ours first.
+    own_name: maps a stored name, given the text configuration, to ours where a layout numbers or names an MTP head's
+    layers otherwise.
+    derived: how to make a parameter that has no tensor of its own, given the stored names and mlx-lm's ModelArgs.
+    cached: given ModelArgs and an attention layer, how many elements of its cache a token takes.
     ignored: prefixes of tensors that text generation does not need.
     """
 
@@ -42,16 +46,17 @@ class Family:
     build: Callable[[dict[str, Any], int], nn.Module]
     shifted_norms: bool = False
     names: Callable[[str], tuple[str, ...]] = lambda name: (name,)
+    own_name: Callable[[str, dict[str, Any]], str] = lambda name, _: name
+    derived: Callable[[str, Container[str], Any], Recipe | None] = lambda *_: None
+    cached: Callable[[Any, nn.Module], int] = lambda args, _: 2 * args.num_key_value_heads * args.head_dim
     ignored: tuple[str, ...] = ()
 
     def text_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """The part of config.json that describes the language model (a copy)."""
         return deepcopy(config.get("text_config", config))
 
-    def recipe(
-        self, parameter: str, module: nn.Module, present: Container[str], experts: int, from_torch: bool
-    ) -> Recipe:
-        """How to make ``parameter`` of ``module`` from the tensors that are ``present``.
+    def recipe(self, parameter: str, module: nn.Module, present: Container[str], args: Any, from_torch: bool) -> Recipe:
+        """How to make ``parameter`` of ``module`` from the tensors that are ``present``. args: mlx-lm's ModelArgs.
 
         from_torch: the tensors follow the Hugging Face layout. Raises KeyError with the name of the missing tensor.
         """
@@ -62,8 +67,10 @@ class Family:
                 return Recipe((name,), swap=from_torch and isinstance(module, nn.Conv1d), shift=shift)
         if match := EXPERT_PARAMETER.fullmatch(parameter):
             for moe in self.names(match["moe"]):
-                if recipe := _expert_recipe(moe, match["projection"], match["kind"], present, experts):
+                if recipe := _expert_recipe(moe, match["projection"], match["kind"], present, args.num_experts):
                     return recipe
+        if recipe := self.derived(parameter, present, args):
+            return recipe
         raise KeyError(candidates[0])
 
 
@@ -89,18 +96,23 @@ def check_args(args: Any) -> None:
     values go together.
     """
     for name, declared in get_type_hints(type(args)).items():
+        if name == "attention_dropout":  # for training
+            continue
         value = getattr(args, name)
-        alternatives = get_args(declared) if get_origin(declared) is Union else (declared,)
+        alternatives = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
         described, allowed = zip(*(_VALUES[get_origin(kind) or kind] for kind in alternatives), strict=True)
         if not any(allows(value) for allows in allowed):
             raise CheckpointError(f"{name} is {reprlib.repr(value)}, expected {' or '.join(described)}")
     if getattr(args, "partial_rotary_factor", 1) > 1:
         raise CheckpointError(f"partial_rotary_factor is {args.partial_rotary_factor}, expected at most 1")
-    experts, top_k = args.num_experts, args.num_experts_per_tok
+    name = "n_routed_experts" if hasattr(args, "n_routed_experts") else "num_experts"
+    experts, top_k = args.num_experts or 0, args.num_experts_per_tok
     if experts < 1:
-        raise CheckpointError(f"num_experts is {experts}: this is not a mixture-of-experts model; run it with mlx_lm")
+        raise CheckpointError(
+            f"{name} is {args.num_experts}: this is not a mixture-of-experts model; run it with mlx_lm"
+        )
     if not 1 <= top_k <= experts:
-        raise CheckpointError(f"num_experts_per_tok is {top_k}, which must lie between 1 and num_experts = {experts}")
+        raise CheckpointError(f"num_experts_per_tok is {top_k}, which must lie between 1 and {name} = {experts}")
 
 
 def text_args(model: nn.Module) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..errors import CheckpointError
 from ..experts.stream import StreamedExperts
 from ..routing import LiveResidency, Residency, Router, Routing, RoutingPolicy
 from .family import text_args
@@ -63,6 +65,29 @@ class MoEBlock(nn.Module):
         if "shared_experts" in self:
             return self.shared_experts(x)
         return mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x) if "shared_expert" in self else None
+
+
+def sigmoid_router(args: Any, eps: float = 0.0) -> Router:
+    """The router of the DeepSeek families by mlx-lm's ModelArgs. eps: is added where weights are divided by their sum.
+
+    Raises CheckpointError for one that mlx-lm would compute otherwise than the configuration says.
+    """
+    groups, kept, experts, top_k = args.n_group or 1, args.topk_group or 1, args.num_experts, args.num_experts_per_tok
+    if args.tie_word_embeddings:
+        raise CheckpointError("tie_word_embeddings is true, but mlx_lm has no such models of this family")
+    if args.scoring_func != "sigmoid":
+        raise CheckpointError(f"scoring_func is {args.scoring_func!r}, expected 'sigmoid'")
+    if experts % groups or not 1 <= kept <= groups or (groups > 1 and experts < 2 * groups):
+        raise CheckpointError(
+            f"n_group is {groups} and topk_group {kept}, which do not divide n_routed_experts = {experts} into groups "
+            f"of two or more"
+        )
+    if top_k > experts // groups * kept:
+        raise CheckpointError(
+            f"num_experts_per_tok is {top_k}, but topk_group = {kept} groups have {experts // groups * kept} experts"
+        )
+    scale = 1.0 if args.routed_scaling_factor is None else args.routed_scaling_factor
+    return Router(top_k, args.norm_topk_prob and top_k > 1, "sigmoid", groups, kept, scale, eps)
 
 
 def take_over(layers: Sequence[nn.Module], router: Router, first: int = 0) -> None:

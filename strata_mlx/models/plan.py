@@ -1,18 +1,20 @@
 """Bring a checkpoint and its family together: the model's skeleton and a validated recipe for every parameter.
 
-Nothing but headers has been read when a plan stands, and everything that can be wrong with names, shapes, dtypes and
-quantisation has been found.
+Nothing but headers has been read when a plan stands, and samples of what an MTP layer may have copied; everything that
+can be wrong with names, shapes, dtypes and quantisation has been found.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache
 
 from ..checkpoint import Checkpoint, Recipe, TensorEntry
 from ..checkpoint.pack import PADDING
@@ -20,11 +22,23 @@ from ..checkpoint.precision import AFFINE_BITS, AFFINE_GROUP_SIZES, DEFAULTS
 from ..checkpoint.safetensors import FLOATING
 from ..errors import CheckpointError, in_one_line
 from .family import Family, text_args
+from .mtp import OWN_PARTS, NextTokenLayers
 
 _TRUNK_LAYER = re.compile(r"(?:model\.|language_model\.)+layers\.(\d+)\.")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 # Modes with one-byte scales, by (group size, bits); each allows exactly one pair.
 _BYTE_SCALE_MODES = {precision: mode for mode, precision in DEFAULTS.items() if mode != "affine"}
+
+
+class KeysAndValues(NamedTuple):
+    """The cache of an attention layer: elements that a token takes, and how many tokens a sliding window has."""
+
+    elements: int
+    window: int | None
+
+    def size(self, tokens: int) -> int:
+        """Elements for so many tokens."""
+        return self.elements * (tokens if self.window is None else min(tokens, self.window))
 
 
 @dataclass(frozen=True)
@@ -49,10 +63,22 @@ class ModelPlan:
             groups.setdefault(group_of(parameter), []).append(parameter)
         return groups
 
+    def attention(self, head: bool = False) -> list[KeysAndValues]:
+        """What each attention layer caches: of the trunk, or of the MTP head."""
+        model = self.model.get("mtp") if head else self.model
+        if model is None:
+            return []
+        made = model.make_cache() if hasattr(model, "make_cache") else [None] * len(model.layers)
+        return [
+            KeysAndValues(self.family.cached(self.args, layer), getattr(cache, "max_size", None))
+            for layer, cache in zip(model.layers, made, strict=True)
+            if not isinstance(cache, ArraysCache)
+        ]
+
     def source_bytes(self, parameter: str) -> int:
         recipe = self.recipes[parameter]
-        total = sum(self.checkpoint.tensors[name].nbytes for name in recipe.sources)
-        return total if recipe.half is None else total // 2
+        entries = [self.checkpoint.tensors[name] for name in recipe.sources]
+        return int(sum(entry.nbytes for entry in entries) * recipe.share([entry.shape for entry in entries]))
 
 
 def group_of(parameter: str) -> str:
@@ -71,44 +97,80 @@ def plan_model(checkpoint: Checkpoint, mtp: bool = True) -> ModelPlan:
     from . import find_family  # the registry imports the adapters, which import what this module builds on
 
     family = find_family(checkpoint)
-    names = {_own_name(name): name for name in checkpoint.tensors}
+    config = _text_config(checkpoint, family)
+    own_names = {name: _own_name(name, family, config) for name in checkpoint.tensors}
+    names = {own: stored for stored, own in own_names.items()}
     mtp_layers = len({match[1] for name in names if (match := _MTP_LAYER.match(name))})
-    model = _build(checkpoint, family, mtp_layers if mtp else 0)
+    _check_layers(checkpoint, config, names, mtp_layers)
+    model = _build(checkpoint, family, config, mtp_layers if mtp else 0)
+    copies = _give_own_parts(checkpoint, model, names)
     planner = _Planner(checkpoint, family, model, names)
     recipes = planner.recipes()
-    planner.check_surplus(recipes, mtp)
+    planner.check_surplus(recipes, own_names, copies if mtp else ("mtp.",))
     return ModelPlan(checkpoint, family, model, recipes, mtp_layers)
 
 
-def _own_name(stored: str) -> str:
-    """Some conversions of Qwen3.5 keep the head inside the language model."""
-    return re.sub(r"^language_model\.mtp\.", "mtp.", stored)
-
-
-def _build(checkpoint: Checkpoint, family: Family, mtp_layers: int) -> nn.Module:
-    where = checkpoint.path / "config.json"
+def _text_config(checkpoint: Checkpoint, family: Family) -> dict[str, Any]:
     config = family.text_config(checkpoint.config)
     if not isinstance(config, dict):
-        raise CheckpointError(f"{where}: 'text_config' must be an object")
-    stored = len({match[1] for name in checkpoint.tensors if (match := _TRUNK_LAYER.match(name))})
+        raise CheckpointError(f"{checkpoint.path / 'config.json'}: 'text_config' must be an object")
+    return config
+
+
+def _own_name(stored: str, family: Family, config: dict[str, Any]) -> str:
+    """Some conversions of Qwen3.5 keep the head inside the language model."""
+    return family.own_name(re.sub(r"^language_model\.mtp\.", "mtp.", stored), config)
+
+
+def _check_layers(checkpoint: Checkpoint, config: dict[str, Any], names: Iterable[str], mtp_layers: int) -> None:
+    where = checkpoint.path / "config.json"
+    stored = len({match[1] for name in names if (match := _TRUNK_LAYER.match(name))})
     if isinstance(layers := config.get("num_hidden_layers"), int) and layers > stored:
         raise CheckpointError(f"{where}: num_hidden_layers is {layers}, but {checkpoint.path} holds {stored} layers")
+    said = config.get("num_nextn_predict_layers", mtp_layers)
+    if mtp_layers and said != mtp_layers:  # most conversions leave the head out, all of it
+        raise CheckpointError(
+            f"{where}: num_nextn_predict_layers is {said!r}, but {checkpoint.path} holds {mtp_layers} MTP layers"
+        )
+
+
+def _build(checkpoint: Checkpoint, family: Family, config: dict[str, Any], mtp_layers: int) -> nn.Module:
+    where = checkpoint.path / "config.json"
     try:
-        return family.build(config, mtp_layers)
+        model = family.build(config, mtp_layers)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from None
     except Exception as error:  # mlx-lm checks little, so a value can make anything fail
         reason = in_one_line(error).replace("ModelArgs.__init__() missing", "missing")
         reason = reason.replace("required positional argument", "field")
         raise CheckpointError(f"{where}: does not describe a {family.model_type} model: {reason}") from error
+    if not any("switch_mlp" in module for _, module in model.named_modules()):
+        raise CheckpointError(f"{where}: none of the layers has experts; run this model with mlx_lm")
+    return model
+
+
+def _give_own_parts(checkpoint: Checkpoint, model: nn.Module, names: dict[str, str]) -> tuple[str, ...]:
+    """Let the MTP layers have the embeddings and output heads that are stored for them, unless these are copies of the
+    trunk's. Returns prefixes of the copies' names.
+    """
+    head, copies = model.get("mtp"), []
+    for layer in range(head.heads if isinstance(head, NextTokenLayers) else 0):
+        for part, original in OWN_PARTS.items():
+            stored, trunks = names.get(f"mtp.layers.{layer}.{part}.weight"), names.get(f"{original}.weight")
+            if stored is None:
+                continue
+            if trunks is not None and checkpoint.alike(stored, trunks):
+                copies.append(f"mtp.layers.{layer}.{part}.")
+            else:
+                head.give_own(layer, part, text_args(model).vocab_size)
+    return tuple(copies)
 
 
 class _Planner:
     def __init__(self, checkpoint: Checkpoint, family: Family, model: nn.Module, names: dict[str, str]):
         self.checkpoint, self.family, self.model, self.names = checkpoint, family, model, names
-        args = text_args(model)
-        self.experts: int = args.num_experts
-        self.tied: bool = args.tie_word_embeddings
+        self.args = text_args(model)
+        self.tied: bool = self.args.tie_word_embeddings
         # The trunk and the MTP head may follow different layouts: heads are often added to converted checkpoints.
         self.from_torch = {
             is_mtp: any(".mlp.experts." in name for name in names if name.startswith("mtp.") is is_mtp)
@@ -128,17 +190,17 @@ class _Planner:
     def _recipe(self, parameter: str, module: nn.Module) -> Recipe:
         try:
             found = self.family.recipe(
-                parameter, module, self.names, self.experts, self.from_torch[parameter.startswith("mtp.")]
+                parameter, module, self.names, self.args, self.from_torch[parameter.startswith("mtp.")]
             )
         except KeyError as error:
             raise CheckpointError(
                 f"{self.checkpoint.path}: tensor {error.args[0]!r} is missing; download or convert the model again"
             ) from None
-        return Recipe(tuple(self.names[name] for name in found.sources), found.half, found.swap, found.shift)
+        return replace(found, sources=tuple(self.names[name] for name in found.sources))
 
     def _entry_of(self, parameter: str, module: nn.Module) -> TensorEntry | None:
         try:
-            recipe = self.family.recipe(parameter, module, self.names, self.experts, from_torch=False)
+            recipe = self.family.recipe(parameter, module, self.names, self.args, from_torch=False)
         except KeyError:
             return None
         return self.checkpoint.tensors[self.names[recipe.sources[0]]]
@@ -167,11 +229,11 @@ class _Planner:
                 f"{list(shape)}, but the configuration asks for {list(array.shape)}"
             )
 
-    def check_surplus(self, recipes: dict[str, Recipe], mtp: bool) -> None:
+    def check_surplus(self, recipes: dict[str, Recipe], own_names: dict[str, str], ignored: tuple[str, ...]) -> None:
         used = {name for recipe in recipes.values() for name in recipe.sources}
-        ignored = (PADDING, *self.family.ignored, *(() if mtp else ("mtp.",)))
+        ignored = (PADDING, *self.family.ignored, *ignored)
         for stored, entry in self.checkpoint.tensors.items():
-            name = _own_name(stored)
+            name = own_names[stored]
             head = self.tied and name.endswith("lm_head.weight")
             if stored not in used and not (name.startswith(ignored) or head or name.endswith("rotary_emb.inv_freq")):
                 raise CheckpointError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
+import mlx.nn as nn
 
 from ..checkpoint.precision import part_of
 from ..checkpoint.safetensors import FLOATING
@@ -15,6 +16,7 @@ from .dequantised import dequantised_bytes
 from .plan import ModelPlan
 
 _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_KINDS = ("linear_attention", "sliding_window", "full_attention")
 _KV_STEP = 256  # tokens that a KV cache grows by
 
 
@@ -35,18 +37,14 @@ def describe(plan: ModelPlan, context: int) -> dict[str, Any]:
     routed = sum(row.weights for row in trunk if ".switch_mlp." in row.name)
     looked_up = sum(row.weights for row in trunk if row.part == "embedding")
     always = sum(row.weights for row in trunk) - routed - looked_up
-    linear = sum(1 for layer in layers if getattr(layer, "is_linear", False))
+    kinds = Counter(map(_kind, layers))
     return {
         "path": str(plan.checkpoint.path),
         "family": plan.family.model_type,
         "layout": _layout(plan),
         "layers": {
             "count": len(layers),
-            "kinds": {
-                kind: count
-                for kind, count in (("linear_attention", linear), ("full_attention", len(layers) - linear))
-                if count
-            },
+            "kinds": {kind: kinds[kind] for kind in _KINDS if kind in kinds},
         },
         "experts": args.num_experts,
         "top_k": args.num_experts_per_tok,
@@ -74,6 +72,12 @@ def _dequantised(plan: ModelPlan, rows: list[_Parameter]) -> dict[str, int]:
     sizes = dequantised_bytes(plan.model)
     more = sum(sizes[row.name] - row.loaded for row in rows if row.name in sizes)
     return {"dequantised": more} if more else {}
+
+
+def _kind(layer: nn.Module) -> str:
+    if getattr(layer, "is_linear", False):
+        return "linear_attention"
+    return "sliding_window" if getattr(layer, "is_sliding_window", False) else "full_attention"
 
 
 def _layout(plan: ModelPlan) -> str:
@@ -107,12 +111,11 @@ def _part(rows: list[_Parameter]) -> dict[str, Any]:
 
 def _cache_bytes(plan: ModelPlan, context: int) -> dict[str, int]:
     """Keys and values grow with the context; the recurrent state (float32) does not."""
-    model, args, itemsize = plan.model, plan.args, (compute_dtype() or mx.bfloat16).size
-    caches = model.make_cache() if hasattr(model, "make_cache") else [None] * len(model.layers)
-    recurrent = sum(isinstance(cache, ArraysCache) for cache in caches)
+    args, itemsize = plan.args, (compute_dtype() or mx.bfloat16).size
+    attention = plan.attention()
+    recurrent = len(plan.model.layers) - len(attention)
     tokens = -(-context // _KV_STEP) * _KV_STEP
-    per_token = 2 * args.num_key_value_heads * args.head_dim * itemsize
-    sizes = {"kv_cache": (len(caches) - recurrent) * per_token * tokens}
+    sizes = {"kv_cache": sum(cache.size(tokens) for cache in attention) * itemsize}
     if recurrent:
         keys = args.linear_num_key_heads * args.linear_key_head_dim
         values = args.linear_num_value_heads * args.linear_value_head_dim

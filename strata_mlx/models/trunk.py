@@ -25,6 +25,11 @@ class Hidden(NamedTuple):
         return Hidden(self.before[:, :rows], self.after[:, :rows])
 
 
+def make_mask(layer: nn.Module, x: mx.array, cache: Any) -> Any:
+    """What a layer's ``mask`` is for input ``[B, T, D]`` in most families; a model with others has a make_mask()."""
+    return (create_ssm_mask if getattr(layer, "is_linear", False) else create_attention_mask)(x, cache)
+
+
 class Trunk:
     """The layers, embedding and output head of a loaded model of any family; it holds no state of its own."""
 
@@ -33,17 +38,18 @@ class Trunk:
         self.embed: nn.Module = language.model.embed_tokens
         self.layers: list[nn.Module] = language.model.layers
         self.norm: nn.Module = language.model.norm
+        self._mask = getattr(language, "make_mask", make_mask)
         self._head = None if language.args.tie_word_embeddings else language.lm_head
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> Hidden:
         """The model's own operations, bit for bit. ``cache`` has an entry per layer."""
         x = self.embed(tokens)
-        masks: dict[bool, Any] = {}
+        masks: dict[tuple[bool, bool], Any] = {}
         for layer, c in zip(self.layers, cache, strict=True):
-            linear = getattr(layer, "is_linear", False)
-            if linear not in masks:  # of the first layer of each kind, as in mlx-lm
-                masks[linear] = (create_ssm_mask if linear else create_attention_mask)(x, c)
-            x = layer(x, mask=masks[linear], cache=c)
+            kind = getattr(layer, "is_linear", False), getattr(layer, "is_sliding_window", False)
+            if kind not in masks:  # of the first layer of each kind, as in mlx-lm
+                masks[kind] = self._mask(layer, x, c)
+            x = layer(x, mask=masks[kind], cache=c)
         return Hidden(x, self.norm(x))
 
     def logits(self, hidden: mx.array) -> mx.array:

@@ -230,7 +230,7 @@ class Probe:
         self.model, self.steps, self.samples = model, steps, list[Sample]()
         self._random, self._depths, self._documents = Random(seed), cycle([0, *range(steps, 0, -1)]), 0
         streaming = streaming_of(model)
-        trunk = sum("switch_mlp" in layer.mlp for layer in Trunk(model).layers)
+        trunk = len(Trunk(model).layers)
         self._streaming = streaming
         tables = streaming.tables if streaming else {}
         self._tables = [table for layer, table in tables.items() if layer < trunk]

@@ -201,21 +201,23 @@ def record(
     if tokens < 2:
         raise InputError(f"tokens is {tokens}: a recording needs texts of at least 2")
     layers = sorted(block.layer for block in blocks(model))
-    trunk_layers = sum("switch_mlp" in layer.mlp for layer in Trunk(model).layers)
+    if "mtp" in model and model.mtp.heads > 1 and max(layers) >= len(Trunk(model).layers):
+        raise InputError("a recording has room for one MTP head with experts, and this model has several")
+    trunk_layers = len(Trunk(model).layers)
     args = text_args(model)
     header = Header(
         fingerprint(model),
         steps,
         args.num_experts_per_tok,
         args.num_experts,
-        tuple(layers[:trunk_layers]),
-        tuple(layers[trunk_layers:]),
+        tuple(layer for layer in layers if layer < trunk_layers),
+        tuple(layer for layer in layers if layer >= trunk_layers),
         mx.default_device().type.name,
         compute_dtype_of(model),
         {name: version(name) for name in ("mlx", "mlx-lm")},
     )
     stops = frozenset(tokenizer.eos_token_ids if tokenizer else ())
-    notes = _Notes()
+    notes = _Notes(header.top_k)
     before = [block.routing for block in blocks(model)]
     try:
         for block in blocks(model):
@@ -236,14 +238,17 @@ def record(
 class _Notes:
     """What the layers select, call after call."""
 
-    def __init__(self) -> None:
+    def __init__(self, top_k: int) -> None:
+        self._top_k = top_k
         self._calls: dict[int, list[mx.array]] = {}
 
     def __call__(self, layer: int, ids: mx.array) -> None:
         self._calls.setdefault(layer, []).append(ids)
 
-    def take(self, layers: Sequence[int]) -> Ids:
-        """Of all rows since the last call, ``[T, len(layers), k]``."""
+    def take(self, layers: Sequence[int], rows_without: int = 0) -> Ids:
+        """Of all rows since the last call, ``[T, len(layers), k]``. rows_without: T, where there are no layers."""
+        if not layers:
+            return np.zeros((rows_without, 0, self._top_k), np.uint16)
         calls = [self._calls.pop(layer) for layer in layers]
         evaluate(calls, "recording experts")
         rows = [np.concatenate([np.array(ids).reshape(-1, ids.shape[-1]) for ids in each]) for each in calls]
@@ -278,7 +283,7 @@ class _Text:
             self._drafter.observe(mx.array(self._tokens[start + 1 : start + 1 + len(chunk)], mx.uint32), hidden)
             evaluate([[layer.state for layer in self._cache], self._drafter.catch_up()], "reading a prompt")
             self._rows.append(self._notes.take(self._header.layers))
-            self._head_prompt.append(self._notes.take(self._header.head_layers))
+            self._head_prompt.append(self._notes.take(self._header.head_layers, len(chunk)))
             mx.clear_cache()
         hidden = self._window([last])
         self._rows.append(self._notes.take(self._header.layers))
@@ -293,7 +298,7 @@ class _Text:
         self._drafter.observe(mx.array(self._tokens[-1:], mx.uint32), hidden)
         chain = list(islice(self._drafter.steps(), self._header.steps))
         evaluate([(step.token, step.confidence) for step in chain], "drafting")
-        head = self._notes.take(self._header.head_layers)
+        head = self._notes.take(self._header.head_layers, len(chain))
         self._head.append(head[:1])
         self._chain.append(head[None, 1:])
         drafts = [integer(step.token) for step in chain]

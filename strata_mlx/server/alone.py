@@ -75,9 +75,13 @@ class Alone:
         self.sequence.alone = False
         return self._decoder.cache
 
-    def _head(self) -> Head:
-        """What the drafter has seen, less the last token, with which the text need not go on in the next prompt."""
+    def _head(self) -> Head | None:
+        """What the drafter has seen, less the last token, with which the text need not go on in the next prompt; None
+        where that cannot be taken back.
+        """
         self._drafter.catch_up()
+        if not all(layer.is_trimmable() for layer in self._drafter.cache):
+            return None
         ahead = sum(latest.committed for latest in self._decoder.rounds) - len(self.sequence.tokens)
         for layer in self._drafter.cache:
             layer.trim(1 + ahead)

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache
 
 from ..device import evaluate
 from ..errors import Fault
@@ -109,7 +109,7 @@ class Batch:
                 row.fail(Fault("the model's logits are not finite: its weights are broken or overflow their type"))
                 continue
             given += 1
-            if row.accept(tokens[place], pending.logprobs[place]):
+            if row.accept(tokens[place], pending.logprobs[place]) and not self._slides:
                 self._prefixes.keep(row.context, self._taken(place))
         self._pending = following
         self.drop()
@@ -153,6 +153,11 @@ class Batch:
         seen = mx.concatenate([self._seen[row.number].astype(mx.uint32), token])[-PENALISED:]
         self._seen[row.number] = seen
         return row.process(seen, logits)
+
+    @property
+    def _slides(self) -> bool:
+        """Whether there are sliding windows, which have dropped what the step before has seen: texts are not kept."""
+        return any(isinstance(layer, BatchRotatingKVCache) for layer in self._cache)
 
     def _taken(self, place: int) -> list[Any]:
         """The caches of a row that has just ended, of all its tokens but the last."""

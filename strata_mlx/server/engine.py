@@ -247,13 +247,14 @@ class Engine:
             self._settle(self._queue)
 
     def _expert_state(self) -> ExpertState:
+        indices = tuple(block.layer for block in self._blocks)
         if self._streaming is None:
-            return ExpertState(len(self._blocks), self._experts)
+            return ExpertState(len(indices), self._experts, indices)
         streamed = tuple(
             LayerState(layer, table.slots, tuple(table.resident.nonzero()[0].tolist()))
             for layer, table in self._streaming.tables.items()
         )
-        return ExpertState(len(self._blocks), self._experts, streamed, self._streaming.traffic())
+        return ExpertState(len(indices), self._experts, indices, streamed, self._streaming.traffic())
 
     def _memory_state(self) -> MemoryState:
         fit = fit_of(self._model)

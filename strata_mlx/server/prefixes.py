@@ -1,19 +1,19 @@
 """What was read of earlier prompts and texts, kept for those that begin the same way.
 
-Recurrent states cannot be taken back to an earlier token, so a snapshot serves a prompt that begins with all of it;
-where a model has attention layers alone, it serves as far as the two agree.
+Recurrent states, and windows that have slid, cannot be taken back to an earlier token, so a snapshot serves a prompt
+that begins with all of it; where a model has full attention alone, it serves as far as the two agree.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from numpy.typing import NDArray
 
 from ..device import evaluate
@@ -31,7 +31,7 @@ class Head:
     seen; None where that is not known. Without this, it proposes worse.
     """
 
-    cache: list[KVCache]
+    cache: list[Any]
     hidden: Hidden | None
 
 
@@ -128,15 +128,27 @@ def _frozen(layer: Any) -> Any:
         copy = ArraysCache(0)
         copy.cache = [mx.contiguous(array) for array in layer.cache]
         return copy
+    if isinstance(layer, RotatingKVCache) and not layer.is_trimmable():
+        return _ring(layer, mx.contiguous)
     return _trimmed(layer, layer.offset)
 
 
-def _trimmed(layer: KVCache, tokens: int) -> KVCache:
-    copy = KVCache()
+def _trimmed(layer: Any, tokens: int) -> Any:
+    rotates = isinstance(layer, RotatingKVCache)
+    copy = RotatingKVCache(layer.max_size, layer.keep) if rotates else KVCache()
     if tokens:
         copy.keys = mx.contiguous(layer.keys[..., :tokens, :])
         copy.values = mx.contiguous(layer.values[..., :tokens, :])
         copy.offset = tokens
+        if rotates:
+            copy._idx = tokens
+    return copy
+
+
+def _ring(layer: RotatingKVCache, copied: Callable[[mx.array], mx.array]) -> RotatingKVCache:
+    copy = RotatingKVCache(layer.max_size, layer.keep)
+    keys, values, *rest = layer.state
+    copy.state = (copied(keys), copied(values), *rest)
     return copy
 
 
@@ -145,6 +157,8 @@ def _alias(layer: Any) -> Any:
         copy = ArraysCache(0)
         copy.cache = list(layer.cache)
         return copy
+    if isinstance(layer, RotatingKVCache):  # rows are assigned into array objects, so that it needs its own
+        return layer if layer.empty() else _ring(layer, lambda array: array[:])
     copy = KVCache()
     copy.keys, copy.values, copy.offset = layer.keys, layer.values, layer.offset
     return copy

@@ -95,12 +95,14 @@ class LayerState:
 
 @dataclass(frozen=True)
 class ExpertState:
-    """layers, count: MoE layers, an MTP head's last, and experts in each. streamed: those layers of which not all
-    experts are in memory; empty where nothing streams. traffic: what reading has come to; None where nothing streams.
+    """layers, count: MoE layers, an MTP head's last, and experts in each. indices: of these layers among all of the
+    model's. streamed: those of which not all experts are in memory; empty where nothing streams. traffic: what reading
+    has come to; None where nothing streams.
     """
 
     layers: int
     count: int
+    indices: tuple[int, ...]
     streamed: tuple[LayerState, ...] = ()
     traffic: Traffic | None = None
 

@@ -7,16 +7,18 @@ it to SpeculativeDecoder. It cannot spoil the text: the trunk confirms every tok
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from itertools import count
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import KVCache
 
 from ..errors import InputError
+from ..models.mtp import DraftHead
 from ..models.trunk import Hidden, Trunk
 from .sampling import Sampling
+from .window import Window
 
 MAX_STEPS = 8
 CAUGHT_UP = 32  # tokens that a head which was not asked for long still reads, the latest ones
@@ -55,8 +57,11 @@ class Drafter(Protocol):
 class MTPDrafter:
     """Drafts with the model's MTP head, each from the trunk's or, down the chain, from the head's own hidden state.
 
+    With several heads, head i makes draft i: a row of head i for token t takes token t+1+i, so that committed tokens
+    reach it i rows later than the first head, and in a chain it reads i rows that end with drafts.
+
     cache: the head's, of all pairs of a hidden state and the token after it that were observed, and then of its own
-    chain, which is trimmed before the next round.
+    chain, which is taken back before the next round.
 
     Args:
         model: one loaded with its head.
@@ -69,37 +74,69 @@ class MTPDrafter:
     def __init__(self, model: nn.Module, sampling: Sampling | None = None):
         if "mtp" not in model:
             raise InputError("the model was loaded without an MTP head; load it with mtp=True")
-        self.cache = [KVCache() for _ in model.mtp.layers]
-        self._trunk, self._head, self._sampling = Trunk(model), model.mtp, sampling
+        self._trunk, self._sampling = Trunk(model), sampling
+        self._head: DraftHead = model.mtp
+        self.cache = self._head.make_cache()
         self._observed: list[tuple[mx.array, mx.array]] = []  # tokens [N] and hidden states [1, N, D]
-        self._chained = 0  # rows at the end of the cache that are guesses
-        self._last: mx.array | None = None  # [1, 1, D], the head's output for the last token observed
+        # By head, hidden states [1, N, D] whose tokens are not yet committed.
+        self._waiting: list[mx.array | None] = [None] * self._head.heads
+        self._chain: Window | None = None  # the caches before the guesses at their end
+        self._last: mx.array | None = None  # [1, 1, D], the first head's output for the last token observed
 
     def observe(self, tokens: mx.array, hidden: Hidden) -> None:
         self._observed.append((tokens, getattr(hidden, self._head.takes)))
         waiting = sum(tokens.size for tokens, _ in self._observed)
         while waiting - self._observed[0][0].size >= CAUGHT_UP:
             waiting -= self._observed.pop(0)[0].size
+            self._waiting = [None] * self._head.heads
 
     def catch_up(self) -> list[mx.array]:
-        for layer in self.cache:
-            layer.trim(self._chained)
-        self._chained = 0
+        if self._chain:
+            self._chain.commit(0)
+            self._chain = None
         if self._observed:
             tokens = mx.concatenate([tokens for tokens, _ in self._observed])
             hidden = mx.concatenate([hidden for _, hidden in self._observed], axis=1)
             self._observed.clear()
-            self._last = self._head(self._embed(tokens), hidden, self.cache)[:, -1:]
-        return [array for layer in self.cache for array in (layer.keys, layer.values) if array is not None]
+            self._last = self._read(tokens, hidden)[:, -1:]
+        arrays = [array for layer in self.cache for array in (layer.keys, layer.values)]
+        return [array for array in (*arrays, *self._waiting) if array is not None]
+
+    def _read(self, tokens: mx.array, hidden: mx.array) -> mx.array:
+        """What the first head makes of committed tokens; the others read as far as they can."""
+        first = states = self._run(0, hidden, tokens)
+        for head in range(1, self._head.heads):
+            states = _joined(self._waiting[head], states if self._head.chained else hidden)
+            rows = max(states.shape[1] - (1 if self._head.chained else head), 0)
+            self._waiting[head] = states[:, rows:]
+            if rows == 0 and self._head.chained:
+                break
+            states = self._run(head, states[:, :rows], tokens) if rows else states
+        return first
 
     def steps(self) -> Iterator[Step]:
         self.catch_up()
-        hidden = self._last
-        while hidden is not None:
-            step = self._draft(self._trunk.rounded_logits(hidden)[:, -1])
+        if self._last is None:
+            return
+        self._chain = Window(self.cache, 1)
+        states, drafts, last = self._last, list[mx.array](), self._head.heads - 1
+        for number in count():
+            step = self._draft(self._head.logits(self._trunk, states[:, -1:], min(number, last))[:, -1])
             yield step
-            hidden = self._head(self._embed(step.token), hidden, self.cache)
-            self._chained += 1
+            drafts.append(step.token)
+            if number >= last:  # the last head goes on from what it made itself
+                states = states[:, -1:]
+            elif self._head.chained:
+                states = _joined(self._waiting[number + 1], states if number else states[:, :0])
+            else:
+                states = _joined(self._waiting[number + 1], states[:, :0])
+            states = self._run(min(number + 1, last), states, mx.concatenate(drafts))
+
+    def _run(self, head: int, states: mx.array, tokens: mx.array) -> mx.array:
+        """A head on hidden states ``[1, T, D]`` and the last T of ``tokens`` ``[N]``."""
+        rows = states.shape[1]
+        tokens = tokens if tokens.size == rows else tokens[-rows:]
+        return self._head(self._head.embed(self._trunk, tokens[None], head), states, self.cache, head)
 
     def _draft(self, logits: mx.array) -> Step:
         """A candidate by the head's logits ``[1, V]``."""
@@ -110,8 +147,11 @@ class MTPDrafter:
         logprobs = self._sampling.logprobs(logits)
         return Step(mx.random.categorical(logprobs), confidence, logprobs[0])
 
-    def _embed(self, tokens: mx.array) -> Any:
-        return self._trunk.embed(tokens[None])
+
+def _joined(before: mx.array | None, states: mx.array) -> mx.array:
+    if before is None:
+        return states
+    return mx.concatenate([before, states], axis=1) if states.shape[1] else before
 
 
 class PromptLookupDrafter:

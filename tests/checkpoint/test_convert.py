@@ -215,7 +215,7 @@ def test_somebody_elses_partial_folder_is_not_deleted(folder: Path) -> None:
 @pytest.mark.parametrize("layout", ["separate", "fused", "stacked"])
 def test_peak_memory_stays_under_twice_the_largest_layer(tmp_path: Path, layout: str) -> None:
     family = "qwen3_5_moe" if layout == "fused" else "qwen3_next"
-    big = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 32, "num_hidden_layers": 3}
+    big: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 32, "num_hidden_layers": 3}
     folder = make_checkpoint(tmp_path / "model", family, layout, mtp=layout, dtype=mx.bfloat16, **big)
     quantised = folder.with_name("q4")
     runs: list[tuple[Path, dict[str, Any]]] = [

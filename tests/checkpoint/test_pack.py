@@ -24,7 +24,8 @@ from tests.tiny import make_checkpoint
 Q4 = PrecisionPlan(Precision.make(), {"router": ROUTER})
 LAYOUTS = [
     ("qwen3_next", "separate", "separate"), ("qwen3_next", "stacked", "stacked"), ("qwen3_next", "stacked", "separate"),
-    ("qwen3_5_moe", "fused", "separate"), ("qwen3_moe", "separate", None),
+    ("qwen3_5_moe", "fused", "separate"), ("qwen3_moe", "separate", None), ("glm4_moe", "separate", "separate"),
+    ("deepseek_v3", "separate", "stacked"), ("mimo_v2_flash", "separate", "separate"),
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def test_the_announced_shape_is_the_built_one(
     shape: tuple[int, ...], count: int, half: int | None, swap: bool, shift: bool
 ) -> None:
     sources = tensors(shape, count)
-    recipe = Recipe(tuple(sources), half, swap, shift)
+    recipe = Recipe(tuple(sources), half, swap=swap, shift=shift)
     try:
         announced = recipe.shape([shape] * count)
     except ValueError:

@@ -21,7 +21,7 @@ from strata_mlx.models.trunk import Trunk
 from strata_mlx.prefill import make_cache
 from strata_mlx.routing import verify_window
 from strata_mlx.speculation.window import Window
-from tests.tiny import make_checkpoint
+from tests.tiny import TINY, make_checkpoint
 
 EXPERTS, TOP_K = 16, 4
 # A prompt that needs every expert of a layer, plain steps, windows of drafts that are rejected in part, another prompt.
@@ -30,7 +30,7 @@ WINDOWS = (40, 1, 1, 1, 4, 2, 1, 3, 17, 1)
 
 
 def checkpoint(path: Path, family: str = "qwen3_next", layout: str = "separate", **changes: Any) -> Path:
-    mtp = {"stacked": "stacked", "fused": "fused"}.get(layout, "separate") if family != "qwen3_moe" else None
+    mtp = {"stacked": "stacked", "fused": "fused"}.get(layout, "separate") if TINY[family].heads else None
     options = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, **changes}
     return make_checkpoint(path, family, layout, mtp=mtp, **options)
 

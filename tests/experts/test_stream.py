@@ -25,14 +25,13 @@ from strata_mlx.experts.stream import KERNEL_CHANGES, StreamedExperts
 from strata_mlx.experts.streaming import streaming_of
 from strata_mlx.experts.table import SlotTable
 from tests.experts.streamed import EXPERTS, TOP_K, checkpoint, logits, reads, same, splitting, streamed
-from tests.tiny import read, save
+from tests.tiny import TINY, read, save
 
 CHECKPOINTS = [
-    ("qwen3_next", "separate"),
-    ("qwen3_next", "stacked"),
-    ("qwen3_5_moe", "fused"),
-    ("qwen3_5_moe", "stacked"),
-    ("qwen3_moe", "separate"),
+    (family, layout)
+    for family, tiny in TINY.items()
+    for layout in tiny.layouts
+    if (family, layout) not in (("qwen3_5_moe", "separate"), ("qwen3_moe", "stacked"))
 ]
 FEW = (1, 2, 9, 1)  # windows of a short run
 
@@ -55,7 +54,7 @@ def few_expected(folder: Path) -> list[Any]:
 @pytest.mark.parametrize(("family", "layout"), CHECKPOINTS)
 def test_every_family_and_layout_gives_the_bits_of_the_resident_model(family: str, layout: str, tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model", family, layout, dtype=mx.bfloat16)
-    mtp = family != "qwen3_moe"
+    mtp = bool(TINY[family].heads)
     plain = logits(load(path, mtp=mtp)[0])
     for slots in (TOP_K, TOP_K + 3):
         model = streamed(path, slots, mtp=mtp)

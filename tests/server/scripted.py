@@ -95,7 +95,20 @@ class ScriptedEngine:
     def state(self) -> State:
         memory = MemoryState("process memory", 1, None, 0, 0, {})
         return State(
-            0.0, self.alive, None, "exact", "plain", "exact", "off", 0, 1, 1, (), Totals(), ExpertState(1, 8), memory
+            0.0,
+            self.alive,
+            None,
+            "exact",
+            "plain",
+            "exact",
+            "off",
+            0,
+            1,
+            1,
+            (),
+            Totals(),
+            ExpertState(1, 8, (0,)),
+            memory,
         )
 
 

@@ -32,7 +32,7 @@ def a_state(**changes: Any) -> State:
         concurrency=16,
         requests=(),
         totals=Totals(),
-        experts=ExpertState(LAYERS, EXPERTS),
+        experts=ExpertState(LAYERS, EXPERTS, tuple(range(LAYERS))),
         memory=MemoryState("process memory", 96_500_000, 128_000_000, 1_500_000, 16_000_000, {"weights": 8_343_000}),
     )
     return replace(state, **changes)
@@ -41,7 +41,7 @@ def a_state(**changes: Any) -> State:
 def streaming(*resident: tuple[int, ...], traffic: Traffic | None = None) -> ExpertState:
     """The first layers stream, and hold these experts."""
     layers = tuple(LayerState(layer, 8, held) for layer, held in enumerate(resident))
-    return ExpertState(LAYERS, EXPERTS, layers, traffic or Traffic())
+    return ExpertState(LAYERS, EXPERTS, tuple(range(LAYERS)), layers, traffic or Traffic())
 
 
 def a_request(**changes: Any) -> RequestState:

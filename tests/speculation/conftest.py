@@ -1,4 +1,4 @@
-"""Models with an MTP head, tiny ones of every family that has one and the embedded one."""
+"""Models with an MTP head, tiny ones of the first families that had one and the embedded one; see test_families.py."""
 
 from pathlib import Path
 from typing import Any

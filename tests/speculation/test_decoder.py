@@ -428,7 +428,7 @@ def test_a_wrong_commit_would_be_seen(model: nn.Module, mutant: Any, monkeypatch
 
 
 def _never_trimmed(self: MTPDrafter) -> list[mx.array]:
-    self._chained = 0
+    self._chain = None
     return CATCH_UP(self)
 
 

@@ -112,7 +112,10 @@ def test_a_quantised_cache_is_as_after_plain_steps(model: nn.Module) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", [RotatingKVCache(16), ChunkedKVCache(16), CacheList(KVCache()), ArraysCache(2, [1])])
+KINDS = [RotatingKVCache(16, 4), ChunkedKVCache(16), CacheList(KVCache()), ArraysCache(2, [1])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_that_cannot_be_rolled_back_is_refused(kind: Any) -> None:
     with refuses(InputError, type(kind).__name__, "mtp=False"):
         check_rollback([KVCache(), kind])

@@ -14,6 +14,7 @@ const context = canvas.getContext("2d");
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 
 let layers = 0;
+let indices = []; // of the layers among all of the model's
 let columns = 0;
 let resident = new Uint8Array(0); // by layer and expert
 let read = new Float64Array(0); // when it was, in ms since the page was opened, or -Infinity
@@ -76,7 +77,7 @@ const draw = () => {
   for (let layer = 0; layer < layers; layer += every) {
     const right = cell.x - 8 * devicePixelRatio;
     const middle = Math.max((layer + 0.5) * cell.high - cell.gapY / 2, 6 * devicePixelRatio);
-    context.fillText(String(layer), right, middle);
+    context.fillText(String(indices[layer]), right, middle);
   }
   const now = performance.now();
   for (let at = 0; at < resident.length; at += 1) paint(at, level(at, now));
@@ -100,7 +101,7 @@ const bits = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt
 export const showMap = (experts) => {
   const first = experts.layers !== layers || experts.count !== columns;
   if (first) {
-    ({ layers, count: columns } = experts);
+    ({ layers, count: columns, indices } = experts);
     resident = new Uint8Array(layers * columns).fill(1);
     read = new Float64Array(layers * columns).fill(-Infinity);
     painted = new Uint8Array(layers * columns);
@@ -108,8 +109,9 @@ export const showMap = (experts) => {
   const now = performance.now();
   for (const streamed of experts.streamed) {
     const packed = bits(streamed.resident);
+    const row = indices.indexOf(streamed.layer);
     for (let expert = 0; expert < columns; expert += 1) {
-      const at = streamed.layer * columns + expert;
+      const at = row * columns + expert;
       const is = (packed[expert >> 3] >> (expert & 7)) & 1;
       if (is && !resident[at] && !first) read[at] = now;
       resident[at] = is;
@@ -140,7 +142,7 @@ const point = (event) => {
   tip.hidden = expert < 0 || expert >= columns || layer < 0 || layer >= layers;
   if (tip.hidden) return;
   const at = layer * columns + expert;
-  write(tip, `layer ${layer}, expert ${expert}: ${resident[at] ? "in memory" : "on disk"}`);
+  write(tip, `layer ${indices[layer]}, expert ${expert}: ${resident[at] ? "in memory" : "on disk"}`);
   const x = event.clientX - box.left;
   tip.style.left = `${Math.min(Math.max(0, x - tip.offsetWidth / 2), box.width - tip.offsetWidth)}px`;
   tip.style.top = `${event.clientY - box.top + 18}px`;
