@@ -48,4 +48,4 @@ class ModelSlots:
     def window(self, chosen: Ids) -> NDArray[np.int32]:
         """``chosen [T, layers, k]``: by layer, how many experts are needed, and how many are read ``[2, layers]``."""
         counts = [layer.window(chosen[:, i]) if layer else (0, 0) for i, layer in enumerate(self._layers)]
-        return np.array(counts, np.int32).T
+        return np.array(counts, np.int32).reshape(-1, 2).T

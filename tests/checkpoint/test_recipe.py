@@ -34,6 +34,28 @@ def test_the_announced_shape_is_the_built_one(
         assert recipe.build(sources.__getitem__).shape == announced
 
 
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.data())
+def test_the_rows_of_each_head_are_taken_apart(heads: int, height: int, width: int, data: st.DataObject) -> None:
+    sources = tensors((heads * height, width), 1)
+    first = data.draw(st.integers(0, height - 1))
+    last = data.draw(st.integers(first + 1, height))
+    swap = data.draw(st.booleans())
+    recipe = Recipe(("t0",), heads=heads, rows=(first, last), swap=swap)
+    expected = np.array(sources["t0"]).reshape(heads, height, width)[:, first:last]
+    built = recipe.build(sources.__getitem__)
+    assert np.array_equal(np.array(built), expected.swapaxes(1, 2) if swap else expected)
+    assert built.shape == recipe.shape([(heads * height, width)])
+    assert recipe.share([(heads * height, width)]) * height == last - first
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"), [((7, 3), "into 2 heads"), ((4, 3), "has 2 rows for each head"), ((4,), "heads")]
+)
+def test_a_matrix_without_room_for_all_heads_is_refused(shape: tuple[int, ...], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Recipe(("t0",), heads=2, rows=(1, 3)).shape([shape])
+
+
 @given(SHAPES, SHAPES)
 def test_experts_of_different_shapes_are_not_stacked(one: tuple[int, ...], other: tuple[int, ...]) -> None:
     if one == other:

@@ -288,6 +288,55 @@ def test_a_senseless_value_is_named(tmp_path: Path, family: str, changes: dict[s
         load(folder)
 
 
+_GROUPS = {"n_group": 2, "topk_group": 3}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("glm4_moe", {"tie_word_embeddings": True}, "tie_word_embeddings is true"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("glm4_moe", {"topk_method": "greedy"}, "does not describe"),
+        ("glm4_moe", {"n_group": 3}, "n_group is 3"),
+        ("glm4_moe", {"n_group": 8}, "groups of two or more"),
+        ("glm4_moe", {"first_k_dense_replace": 9}, "none of the layers has experts"),
+        ("deepseek_v3", _GROUPS, "topk_group 3"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "topk_group = 2 groups have 4 experts"),
+        ("deepseek_v3", {"n_routed_experts": None}, "n_routed_experts is None"),
+        ("deepseek_v3", {"num_nextn_predict_layers": 1}, "holds 2 MTP layers"),
+        ("glm4_moe_lite", {"moe_layer_freq": 0}, "does not describe"),
+        ("mimo_v2_flash", {"hybrid_layer_pattern": [1, 1, 1]}, "hybrid_layer_pattern must have layers of both kinds"),
+        ("mimo_v2_flash", {"hybrid_layer_pattern": [0, 1]}, "for each of the 3 layers"),
+        ("mimo_v2_flash", {"moe_layer_freq": [0, 2, 1]}, "moe_layer_freq must have a 0 or a 1"),
+        ("mimo_v2_flash", {"sliding_window_size": 1}, "sliding_window_size is 1"),
+    ],
+    ids=str,
+)
+def test_what_mlx_lm_would_compute_otherwise_is_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], says: str
+) -> None:
+    folder = make_checkpoint(tmp_path / "model", family, mtp="separate")
+    change_config(folder, **changes)
+    with refuses(CheckpointError, folder / "config.json", says):
+        load(folder, mtp=True)
+
+
+def test_keys_and_values_of_an_old_conversion_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "deepseek_v3", shards=1)
+    name = "model.layers.0.self_attn.kv_b_proj"
+    change_tensors(folder, lambda tensors: tensors.update({f"{name}.scales": mx.zeros((256, 1))}))
+    with refuses(CheckpointError, f"{name}.weight is quantised", "convert"):
+        load(folder)
+
+
+def test_an_mtp_layer_with_a_missing_tensor_is_not_taken_for_none(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "glm4_moe", mtp="separate", shards=1)
+    change_tensors(folder, lambda tensors: tensors.pop("model.layers.3.eh_proj.weight"))
+    with refuses(CheckpointError, folder, "'mtp.layers.0.eh_proj.weight' is missing"):
+        load(folder, mtp=True)
+    load(folder)  # the trunk is whole
+
+
 def test_a_huge_number_of_experts_is_refused_without_counting_them(folder: Path) -> None:
     change_config(folder, num_experts=2**31 - 1)
     with refuses(CheckpointError, folder, "mlp.gate.weight"):

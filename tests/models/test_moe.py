@@ -105,6 +105,33 @@ def test_the_mixing_weights_are_the_routers_own(policy: RoutingPolicy, resident:
     assert np.abs(weights - own / own.sum(-1, keepdims=True)).max() <= TOLERANCE
 
 
+SIGMOID = Router(2, kind="sigmoid", n_group=4, topk_group=3, scale=2.5, eps=1e-20)
+
+
+@given(
+    policy=st.sampled_from(
+        [RoutingPolicy(2.0), RoutingPolicy(8.0, 1.0, 2, True), RoutingPolicy(kind="margin", margin=0.4)]
+    ),
+    resident=st.sets(st.integers(0, EXPERTS - 1)),
+    seed=st.integers(0, 99),
+)
+def test_a_sigmoid_router_keeps_its_weights_and_chooses_as_without_a_policy_where_none_acts(
+    policy: RoutingPolicy, resident: set[int], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    scores, bias = rng.normal(size=(1, 5, EXPERTS)).astype(np.float32), mx.array(rng.random(EXPERTS, np.float32))
+    routing = Routing(policy, residency(*resident), executor=select_ops)
+    ids, weights = (np.array(x) for x in routing.route(0, mx.array(scores), SIGMOID, bias))
+    own = np.take_along_axis(1 / (1 + np.exp(-scores.astype(np.float64))), ids.astype(np.int64), -1)
+    assert np.abs(weights - 2.5 * own / own.sum(-1, keepdims=True)).max() <= 2.5 * TOLERANCE
+    plain = [np.array(x) for x in Routing().route(0, mx.array(scores), SIGMOID, bias)]
+    tables, heads = np.ones((2, 2, 2), np.float32), mx.zeros(5, mx.bool_)
+    chosen = select_ops(mx.array(scores[0]), None, tables, heads, selection_bias=bias, **SIGMOID.options())
+    picked = [np.array(x) for x in chosen]
+    assert (np.sort(plain[0][0]) == np.sort(picked[0])).all()
+    assert np.abs(np.sort(plain[1][0]) - np.sort(picked[1])).max() <= 1e-6
+
+
 def test_changing_an_expert_that_is_chosen_changes_the_logits(model: nn.Module) -> None:
     routing = Routing(RoutingPolicy(30.0, protect=1), residency(3))
     before = logits(model, routing)

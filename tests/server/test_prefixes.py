@@ -19,7 +19,7 @@ TOKENS = np.array([(i * i * 31 + 7 * i) % 256 for i in range(120)], np.int32)
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, nn.Module]:
     root = tmp_path_factory.mktemp("models")
-    families = {"recurrent": "qwen3_next", "attention": "qwen3_moe"}
+    families = {"recurrent": "qwen3_next", "attention": "qwen3_moe", "sliding": "mimo_v2_flash"}
     return {name: load(make_checkpoint(root / name, family, "stacked"))[0] for name, family in families.items()}
 
 
@@ -56,7 +56,7 @@ def found(prefixes: Prefixes, tokens: NDArray[np.int32]) -> Snapshot:
     return snapshot
 
 
-@pytest.mark.parametrize("name", ["recurrent", "attention"])
+@pytest.mark.parametrize("name", ["recurrent", "attention", "sliding"])
 def test_a_prompt_goes_on_from_a_snapshot_as_if_it_had_been_read(models: dict[str, nn.Module], name: str) -> None:
     model, prefixes = models[name], Prefixes(10**9)
     prefixes.keep(TOKENS[:50], read(model, TOKENS[:50]))
