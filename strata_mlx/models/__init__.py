@@ -15,12 +15,16 @@ def find_family(checkpoint: Checkpoint) -> Family:
     model_type = checkpoint.config.get("model_type")
     family = _family(model_type) if model_type in _modules() else None
     if family is None:
-        supported = (name for name in _modules() if _family(name))
         raise CheckpointError(
             f"{checkpoint.path / 'config.json'}: model_type {model_type!r} is not supported; supported are "
-            f"{', '.join(supported)}"
+            f"{', '.join(supported())}"
         )
     return family
+
+
+def supported() -> list[str]:
+    """Every ``model_type`` that has an adapter."""
+    return [name for name in _modules() if _family(name)]
 
 
 def _modules() -> list[str]:
