@@ -69,6 +69,12 @@ def test_logits_of_deepseek_are_those_of_mlx_lm_without_the_mtp_layer(tmp_path: 
     assert same(logits(ours(folder)), logits(mlx_lm_load(folder)[0]))
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "glm4_moe"])
+def test_biases_keep_the_bits_of_mlx_lm(tmp_path: Path, family: str) -> None:
+    folder = make_checkpoint(tmp_path / "model", family, attention_bias=True)
+    assert same(logits(ours(folder)), logits(mlx_lm_load(folder)[0]))
+
+
 @pytest.mark.parametrize(("family", "layout"), [pair for pair in LAYOUTS if TINY[pair[0]].dense])
 def test_layers_without_experts_are_those_of_mlx_lm(tmp_path: Path, family: str, layout: str) -> None:
     folder = make_checkpoint(tmp_path / "model", family, layout, num_hidden_layers=4, **(TINY[family].dense or {}))
