@@ -5,7 +5,8 @@
 Every sub-folder of FOLDER is a checkpoint with an ``inputs.npz``: ``tokens`` ``[B, T]``, and for MTP layers ``next``
 ``[B, T]``, the tokens after them, and ``hidden`` ``[B, T, D]``. Its ``torch.npz`` gets ``logits`` ``[B, T, V]`` and,
 where transformers has the MTP layers, ``mtp.N`` ``[B, T, D]``, the output of the N-th for the output of the one before.
-FOLDER/torch.json gets versions, and by sub-folder what could not be done and why. Nothing of strata_mlx is imported.
+FOLDER/torch.json gets the versions, and the families that this transformers does not have. Nothing of strata_mlx is
+imported.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+try:
+    from transformers.modeling_layers import MtpModel
+except ImportError:  # of older versions, which have no MTP layers
+    MtpModel = None
+
+MTP_LAYERS = 8  # at most
+_RENAMED = ("hybrid_layer_pattern", "moe_layer_freq", "layernorm_epsilon", "rope_theta", "swa_rope_theta")
 
 
 def load(folder: Path) -> Any:
@@ -29,7 +38,8 @@ def load(folder: Path) -> Any:
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    mtp = tuple(f"model.layers.{i}." for i in range(model.config.num_hidden_layers, model.config.num_hidden_layers + 8))
+    layers = model.config.num_hidden_layers
+    mtp = tuple(f"model.layers.{layers + i}." for i in range(MTP_LAYERS))
     unexpected = [name for name in info["unexpected_keys"] if not name.startswith(mtp)]
     wrong = {"missing": info["missing_keys"], "unexpected": unexpected, "mismatched": info["mismatched_keys"]}
     if any(wrong.values()):
@@ -55,15 +65,13 @@ def mimo_config(folder: Path) -> Any:
     return AutoConfig.for_model("mimo_v2_flash", **kept, **changed)
 
 
-_RENAMED = ("hybrid_layer_pattern", "moe_layer_freq", "layernorm_epsilon", "rope_theta", "swa_rope_theta")
-
-
 def heads(model: Any, folder: Path, inputs: Any) -> dict[str, Any]:
     """Outputs of the MTP layers, where transformers has them for this family."""
-    from transformers.modeling_layers import MtpModel
-
+    if MtpModel is None or not getattr(model.config, "num_mtp_layers", None):
+        return {}
+    # It finds MTP layers by what loading the trunk ignores: the numbers that published checkpoints have.
     layers = model.config.num_hidden_layers
-    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layers + i}\." for i in range(8)]
+    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layers + i}\." for i in range(MTP_LAYERS)]
     model.config.name_or_path = str(folder)
     mtp = MtpModel.from_pretrained(model).eval()
     hidden, tokens = torch.tensor(inputs["hidden"]), torch.tensor(inputs["next"])
@@ -75,25 +83,18 @@ def heads(model: Any, folder: Path, inputs: Any) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    notes: dict[str, dict[str, str]] = {}
+    missing = set()
     for checkpoint in sorted(file.parent for file in folder.glob("*/inputs.npz")):
-        note = notes.setdefault(checkpoint.name, {})
-        inputs, outputs = np.load(checkpoint / "inputs.npz"), {}
+        family = json.loads((checkpoint / "config.json").read_text())["model_type"]
+        if family not in CONFIG_MAPPING:
+            missing.add(family)
+            continue
+        model, inputs = load(checkpoint), np.load(checkpoint / "inputs.npz")
         with torch.inference_mode():
-            try:
-                model = load(checkpoint)
-                outputs["logits"] = model(torch.tensor(inputs["tokens"])).logits.numpy()
-            except Exception as error:
-                note["logits"] = f"{type(error).__name__}: {error}"
-                continue
-            if "next" in inputs and getattr(model.config, "num_mtp_layers", None):
-                try:
-                    outputs |= heads(model, checkpoint, inputs)
-                except Exception as error:
-                    note["mtp"] = f"{type(error).__name__}: {error}"
-        np.savez(checkpoint / "torch.npz", **outputs)
+            logits = model(torch.tensor(inputs["tokens"])).logits.numpy()
+            np.savez(checkpoint / "torch.npz", logits=logits, **heads(model, checkpoint, inputs))
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    (folder / "torch.json").write_text(json.dumps({"versions": versions, "notes": notes}))
+    (folder / "torch.json").write_text(json.dumps({"versions": versions, "missing": sorted(missing)}))
 
 
 if __name__ == "__main__":
