@@ -28,10 +28,10 @@ from .window import Window, check_rollback
 
 
 def default_steps() -> int:
-    """Drafts in a round, where nobody says how many: on the CPU a row costs more than half a step, and one pays best;
-    on an H200 three and four pay alike (benchmarks/speculation_speed.py).
+    """Drafts in a round, where nobody says how many: on the CPU a row costs a third of a step, and two and three pay
+    alike; on an H200 three and four do (benchmarks/speculation_speed.py).
     """
-    return 1 if on_cpu() else 3
+    return 2 if on_cpu() else 3
 
 
 class Token(NamedTuple):

@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from strata_mlx.experts.streaming import streaming_of
 from strata_mlx.policy import Policy
-from strata_mlx.server.jobs import End, Job, Piece, Usage
+from strata_mlx.server.jobs import End, Job, Piece, Token, Usage
 from strata_mlx.server.prefixes import Prefixes
 from strata_mlx.server.scheduler import Scheduler, speculation_of
 from strata_mlx.server.sequences import Sequence
@@ -88,7 +88,10 @@ def usage_of(items: list[Item]) -> Usage:
     return end_of(items).usage
 
 
+def tokens_of(items: list[Item]) -> list[Token]:
+    return [token for item in items if isinstance(item, Piece) for token in item.tokens]
+
+
 def told(items: list[Item]) -> tuple[Any, ...]:
     """All that a client is told, save what it cost."""
-    tokens = [token for item in items if isinstance(item, Piece) for token in item.tokens]
-    return text_of(items), tokens, end_of(items).reason, end_of(items).stop, usage_of(items).completion_tokens
+    return text_of(items), tokens_of(items), end_of(items).reason, end_of(items).stop, usage_of(items).completion_tokens

@@ -18,7 +18,7 @@ from strata_mlx.server import scheduler as scheduling
 from strata_mlx.server.jobs import Job
 from strata_mlx.server.sequences import Sequence
 from strata_mlx.server.streams import Item
-from tests.server.served import Served, end_of, prompt, text_of, told, usage_of
+from tests.server.served import Served, end_of, prompt, text_of, tokens_of, told, usage_of
 from tests.tiny import FAMILIES, TINY, make_checkpoint
 
 Pair = tuple[nn.Module, TokenizerWrapper]
@@ -96,7 +96,12 @@ def test_a_request_that_drafts_goes_on_together_with_those_that_come(pair: Pair,
     others = [served.add(job) for job in asked[1:]]
     served.finish()
     items = [list(sequence.stream) for sequence in (first, *others)]
-    assert [told(each) for each in items] == [told(each) for each in alone]
+    assert [told(each) for each in items[1:]] == [told(each) for each in alone[1:]]
+    assert text_of(items[0]) == text_of(alone[0])
+    drafted, plain = tokens_of(items[0]), tokens_of(alone[0])
+    assert [token.id for token in drafted] == [token.id for token in plain]
+    # The logits of a verify window are those of plain steps up to rounding.
+    assert [token.logprob for token in drafted] == pytest.approx([token.logprob for token in plain], abs=1e-5)
     assert all(usage_of(each).drafted == 0 for each in items[1:])
 
 
