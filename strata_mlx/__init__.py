@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .engine import GenerationResponse, generate, stream_generate
     from .loading import load
     from .models.moe import set_routing
+    from .parallel import Ranks, expert_parallel
     from .policy import Policy
     from .routing import Residency, Routing, RoutingPolicy
     from .speculation.decoder import SpeculativeDecoder
@@ -28,6 +29,7 @@ __all__ = [
     "InputError",
     "ModelNotFoundError",
     "Policy",
+    "Ranks",
     "Residency",
     "RetentionPolicy",
     "Routing",
@@ -35,6 +37,7 @@ __all__ = [
     "SpeculativeDecoder",
     "StrataError",
     "__version__",
+    "expert_parallel",
     "generate",
     "load",
     "set_routing",
@@ -46,11 +49,13 @@ __getattr__ = lazy(
     {
         "GenerationResponse": "engine",
         "Policy": "policy",
+        "Ranks": "parallel",
         "Residency": "routing",
         "RetentionPolicy": "speculation.retention",
         "Routing": "routing",
         "RoutingPolicy": "routing",
         "SpeculativeDecoder": "speculation.decoder",
+        "expert_parallel": "parallel",
         "generate": "engine",
         "load": "loading",
         "set_routing": "models.moe",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,6 +27,10 @@ from .experts.streaming import slots_by_layer, stream_experts, streaming_of
 from .hub import find_model
 from .models.dequantised import dequantise
 from .models.plan import ModelPlan, plan_model
+
+if TYPE_CHECKING:
+    from .parallel.experts import Share
+    from .parallel.ranks import Ranks
 
 _LARGE_MODEL = 1 << 30
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
@@ -50,6 +54,8 @@ def load(
     io_threads: int | None = None,
     sequences: int = 1,
     prefixes: int = 0,
+    ranks: Ranks | None = None,
+    placement: str = "even",
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load a model and its tokenizer.
 
@@ -70,6 +76,9 @@ def load(
     stay, ``{"0": [3, 17], ...}`` by the index of the layer. io_threads: that read experts.
     sequences: with memory, how many are decoded together, each with ``context`` tokens. prefixes: bytes for states that
     are kept for later.
+    ranks: the processes that run this model together, from expert_parallel(); all of them load it with the same
+    options. Each then has a share of every layer's experts, and slots, memory and pinned are about that. placement: how
+    they are shared out: "even", or "profile", so that all have about as much to do by rank 0's expert_profile.
 
     Returns the model, a module that maps tokens ``[B, T]`` and a cache to logits ``[B, T, V]`` and that mlx_lm's
     functions take as well, and the tokenizer. Raises StrataError for whatever is wrong with name, files or memory.
@@ -85,6 +94,8 @@ def load(
         io_threads,
         sequences,
         prefixes,
+        ranks,
+        placement,
     )
     checkpoint = Checkpoint.open(find_model(path_or_hf_repo, revision=revision))
     plan = plan_model(checkpoint, mtp=bool(mtp))
@@ -92,19 +103,22 @@ def load(
         raise CheckpointError(f"{checkpoint.path}: holds no MTP head (mtp.* tensors)")
     adapters = Path(adapter_path) if adapter_path else None
     pins, profile = options.pins(plan), options.open_profile(plan)
+    share = options.share(plan, profile)
+    if share:
+        pins = share.pinned(pins)
     with ThreadPoolExecutor(max_workers=1) as pool:  # reading weights leaves the interpreter free
         tokenizer = pool.submit(load_tokenizer, checkpoint, tokenizer_config)
         if sum(map(plan.source_bytes, plan.recipes)) > _LARGE_MODEL:
             tokenizer.result()  # gigabytes are not read for nothing
         fit = None
         if memory is not None:
-            fit = options.fit(plan, dtype, tokenizer.result(), _adapter_bytes(adapters) if adapters else 0)
-            slots = fit.slots if fit and fit.streams else None
-        model = load_model(plan, dtype, slots, eviction, options.settings, pins)
+            fit = options.fit(plan, dtype, tokenizer.result(), _adapter_bytes(adapters) if adapters else 0, share)
+            slots = fit.slots if fit and (fit.streams or share) else None
+        model = load_model(plan, dtype, slots, eviction, options.settings, pins, share)
     model = apply_adapters(model, adapters) if adapters else model
     if slots is None and memory is None:
         dequantise(model)
-    begin(model, fit, pins, profile)
+    begin(model, fit, pins, profile, share)
     return model, tokenizer.result()
 
 
@@ -115,9 +129,10 @@ def load_model(
     eviction: str = DEFAULT_EVICTION,
     settings: DiskSettings | None = None,
     pinned: Mapping[int, Collection[int]] | None = None,
+    share: Share | None = None,
 ) -> nn.Module:
     """Read the parameters of ``plan`` into its model, part by part, and return it. The options are those of load(),
-    pinned experts by the index of their layer.
+    pinned experts by the index of their layer. share: the experts that are computed here, if not all.
 
     Experts of layers that do not have a slot for each are never read here.
     """
@@ -128,8 +143,10 @@ def load_model(
             f"dtype {dtype}: MLX's CPU backend multiplies unquantised experts in float32 only; use float32"
         )
     streaming = None
-    if slots is not None:
-        streaming = stream_experts(plan, cast, slots_by_layer(plan, slots), eviction, settings, pinned)
+    if slots is not None or share:
+        most = share.most(plan.args.num_experts) if share else None
+        counts = slots_by_layer(plan, plan.args.num_experts if slots is None else slots, most)
+        streaming = stream_experts(plan, cast, counts, eviction, settings, pinned, share)
     streamed = tuple(f"{path}." for path in streaming.paths) if streaming else ()
     for part, parameters in plan.groups().items():
         parameters = [name for name in parameters if not name.startswith(streamed)]

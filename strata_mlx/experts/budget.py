@@ -5,7 +5,7 @@ Sizes are in bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -76,6 +76,11 @@ class Needs:
         """The smallest budget in which all experts are in memory, and nothing streams."""
         work = max(self._work(min(_RESIDENT_CHUNK, self._rows), self.resident_nodes), self.loading_resident)
         return sum(self.fixed.values()) + work + self.experts * self.per_slot
+
+    def of_share(self, experts: int) -> Needs:
+        """Of a run that computes only so many experts of each layer; all of its layers stream."""
+        least = min(self.least, experts)
+        return replace(self, experts=experts, least=least, loading_resident=self.loading, resident_nodes=0)
 
     def fit(self, budget: int) -> Fit:
         """How ``budget`` is spent. More never gives fewer slots.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..device import evaluate
+from ..routing.residency import HasResident
 from .eviction import Ids
 from .slots import Promise, SlotPool
 from .table import SlotTable
@@ -81,7 +83,7 @@ class StreamedExperts(nn.Module):
             evaluate(meanwhile, "computing the shared expert", wait=False)
         launched = perf_counter()
         # Until the ids are there, the host does all that does not need them.
-        promise = self._pool.promise(x, ids.shape) if rows <= DECODE_ROWS else None
+        promise = self._promise(x, ids.shape) if rows <= DECODE_ROWS else None
         result = mix(promise.outputs) if promise else None
         self._pool.settle()
         self.table.rank(2 * ids.shape[-1])
@@ -100,6 +102,18 @@ class StreamedExperts(nn.Module):
         self._traffic.compute_seconds += waited
         self._traffic.host_seconds -= waited
         return result
+
+    @property
+    def known(self) -> HasResident:
+        """What routing may know of the experts in memory."""
+        return self.table
+
+    def owns(self, expert: int) -> bool:  # noqa: ARG002
+        """Whether ``expert`` is computed here."""
+        return True
+
+    def _promise(self, x: mx.array, shape: tuple[int, ...]) -> Promise | None:
+        return self._pool.promise(x, shape)
 
     def _apply(self, x: mx.array, chosen: Ids, promise: Promise | None) -> mx.array:
         """The outputs by rank: those of ``promise``, if it can be fulfilled."""
@@ -145,13 +159,10 @@ class StreamedExperts(nn.Module):
             member = np.zeros(table.slot_of.size, np.bool_)
             member[wave] = True
             group = member[flat].nonzero()[0]
-        results.append(self._pairs(x, flat, group, chosen.shape))
-        entries.append(group)
-        axis = -2 if len(flat) == chosen.shape[-1] else 0
-        rank = np.empty(flat.size, np.uint32)
-        rank[np.concatenate(entries)] = np.arange(flat.size, dtype=np.uint32)
-        ordered = mx.take(mx.concatenate(results, axis), mx.array(rank), axis)
-        return ordered.reshape(*chosen.shape, ordered.shape[-1])
+        if len(group):
+            results.append(self._pairs(x, flat, group, chosen.shape))
+            entries.append(group)
+        return _in_order(x, results, entries, chosen.shape)
 
     def _pairs(self, x: mx.array, flat: Ids, entries: Ids, shape: tuple[int, ...]) -> mx.array:
         """Begin to compute the pairs ``token * K + rank``: ``[..., N, D]`` of one token, ``[N, 1, D]`` of several."""
@@ -226,3 +237,18 @@ class StreamedExperts(nn.Module):
         self._store.drain()
         self.table.recover()
         self._open = False
+
+
+def _in_order(x: mx.array, results: list[mx.array], entries: Sequence[Ids], shape: tuple[int, ...]) -> mx.array:
+    """The outputs for ``x``, ``shape + [D]``, of pairs that were computed in groups, ``entries`` in each; those that
+    are in none have zeros.
+    """
+    total, count = math.prod(shape), sum(map(len, entries))
+    axis = -2 if total == shape[-1] else 0
+    if count < total:
+        results = [*results, mx.zeros((*x.shape[:-1], 1, x.shape[-1]) if axis else (1, 1, x.shape[-1]), x.dtype)]
+    place = np.full(total, count, np.uint32)
+    for group, first in zip(entries, np.cumsum([0, *map(len, entries)]), strict=False):
+        place[group] = np.arange(first, first + len(group))
+    ordered = mx.take(mx.concatenate(results, axis), mx.array(place), axis)
+    return ordered.reshape(*shape, ordered.shape[-1])

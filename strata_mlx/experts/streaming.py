@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,6 +21,9 @@ from .store import ExpertStore
 from .stream import StreamedExperts
 from .table import SlotTable
 from .traffic import Traffic
+
+if TYPE_CHECKING:
+    from ..parallel.experts import Share
 
 _WARMED_AT_ONCE = 16  # experts, which are read together before anything is needed
 
@@ -81,7 +85,7 @@ class Streaming:
         """
         for index, layer in self.layers.items():
             table = layer.table
-            absent = [expert for expert in wanted.get(index, ()) if not table.resident[expert]][: table.free]
+            absent = [e for e in wanted.get(index, ()) if layer.owns(e) and not table.resident[e]][: table.free]
             for start in range(0, len(absent), _WARMED_AT_ONCE):
                 experts = absent[start : start + _WARMED_AT_ONCE]
                 layer.warm(np.array(experts, np.intp))
@@ -97,12 +101,13 @@ def streaming_of(model: nn.Module) -> Streaming | None:
     return getattr(model, "streaming", None)
 
 
-def slots_by_layer(plan: ModelPlan, slots: int | Sequence[int]) -> list[int]:
+def slots_by_layer(plan: ModelPlan, slots: int | Sequence[int], most: int | None = None) -> list[int]:
     """How many slots each MoE layer gets, an MTP head's last.
 
-    slots: for all of them, or one number each. Raises InputError where a token would not find room for its experts.
+    slots: for all of them, or one number each. most: experts of a layer that are computed here, if not all. Raises
+    InputError where a token would not find room for its experts.
     """
-    layers, top_k = len(blocks(plan.model)), plan.args.num_experts_per_tok
+    layers, top_k = len(blocks(plan.model)), min(plan.args.num_experts_per_tok, most or plan.args.num_experts)
     counts = [slots] * layers if isinstance(slots, int) else list(slots)
     if len(counts) != layers:
         raise InputError(f"slots are given for {len(counts)} layers, but the model has {layers} MoE layers")
@@ -112,9 +117,9 @@ def slots_by_layer(plan: ModelPlan, slots: int | Sequence[int]) -> list[int]:
     return counts
 
 
-def _check_pinned(plan: ModelPlan, slots: Sequence[int], pinned: Mapping[int, Collection[int]]) -> None:
-    """Raise InputError where pinned experts leave too few slots for a token."""
-    experts, top_k = plan.args.num_experts, plan.args.num_experts_per_tok
+def _check_pinned(plan: ModelPlan, slots: Sequence[int], pinned: Mapping[int, Collection[int]], experts: int) -> None:
+    """Raise InputError where pinned experts leave too few slots for a token. experts: of a layer that are computed."""
+    top_k = min(plan.args.num_experts_per_tok, experts)
     for block, count in zip(blocks(plan.model), slots, strict=True):
         held = len(pinned.get(block.layer, ()))
         if held and count < min(held + top_k, experts):
@@ -131,29 +136,35 @@ def stream_experts(
     eviction: str = DEFAULT_EVICTION,
     settings: DiskSettings | None = None,
     pinned: Mapping[int, Collection[int]] | None = None,
+    share: Share | None = None,
 ) -> Streaming | None:
     """Put StreamedExperts into the MoE layers of ``plan.model`` that have fewer slots than experts, and make the slots.
 
     cast, settings: as of ExpertStore.open(). slots: as from slots_by_layer(). pinned: by the index of the MoE layer,
-    experts that stay once they are in memory. Returns None where no layer streams. Raises InputError where pinned
-    experts leave too few slots for a token.
+    experts that stay once they are in memory. share: the experts that are computed here, if not all: then every layer
+    streams. Returns None where no layer streams. Raises InputError where pinned experts leave too few slots for a
+    token.
     """
     experts, pinned = plan.args.num_experts, pinned or {}
-    _check_pinned(plan, slots, pinned)
-    if min(slots) >= experts:
+    most = share.most(experts) if share else experts
+    _check_pinned(plan, slots, pinned, most)
+    if share is None and min(slots) >= experts:
         return None
     store = ExpertStore.open(plan, cast, settings)
     traffic, layers = Traffic(), {}
     try:
         modules = dict(plan.model.named_modules())
         for place, (path, count) in enumerate(zip(store.layers, slots, strict=True)):
-            if count < experts:
+            if share or count < experts:
                 block: MoEBlock = modules[path]
+                count = min(count, most)
                 pool = make_slots(block.switch_mlp, store.fields(place), count)
                 table = SlotTable(experts, count, make_eviction(eviction, experts), pinned.get(block.layer, ()))
-                block.switch_mlp = layers[block.layer] = StreamedExperts(pool, table, store, place, traffic)
+                parts = pool, table, store, place, traffic
+                layer = share.experts(block, *parts) if share else StreamedExperts(*parts)
+                block.switch_mlp = layers[block.layer] = layer
     except BaseException:
         store.close()
         raise
-    most = max(len(pinned.get(index, ())) for index in layers)
-    return Streaming(store, layers, traffic, plan.args.num_experts_per_tok + most)
+    held = max(len(pinned.get(index, ())) for index in layers)
+    return Streaming(store, layers, traffic, min(plan.args.num_experts_per_tok, most) + held)

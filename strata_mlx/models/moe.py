@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class MoEBlock(nn.Module):
     """Takes over an mlx-lm MoE block, parameters and their names included, and routes through ``routing``.
 
     layer: its index among the model's layers; that of an MTP layer follows those of the trunk.
+    across: where experts are shared out among processes, what adds up the parts ``[B, T, D]`` of all of them.
     """
 
     def __init__(self, block: nn.Module, layer: int, router: Router):
@@ -46,6 +47,7 @@ class MoEBlock(nn.Module):
         self.layer = layer
         self.router = router
         self.routing = Routing()
+        self.across: Callable[[mx.array], mx.array] | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
         bias = self.gate.get("e_score_correction_bias")
@@ -54,6 +56,8 @@ class MoEBlock(nn.Module):
 
         def mix(outputs: mx.array) -> mx.array:  # [B, T, K, D]
             y = (outputs * weights[..., None]).sum(axis=-2).astype(x.dtype)
+            if self.across is not None:
+                y = self.across(y)
             return y if shared is None else y + shared
 
         if isinstance(self.switch_mlp, StreamedExperts):
@@ -116,7 +120,7 @@ def make_routing(model: nn.Module, policy: RoutingPolicy, residency: Path | None
         args = text_args(model)
         return Routing(policy, Residency.from_json(residency, args.num_hidden_layers, args.num_experts))
     streamed = {block.layer: block.switch_mlp for block in layers if isinstance(block.switch_mlp, StreamedExperts)}
-    return Routing(policy, LiveResidency({layer: experts.table for layer, experts in streamed.items()}))
+    return Routing(policy, LiveResidency({layer: experts.known for layer, experts in streamed.items()}))
 
 
 def set_routing(model: nn.Module, routing: Routing) -> None:

@@ -136,6 +136,9 @@ class SpeculativeDecoder:
         self._drafters += [filler] if filler else []
         self._stops = frozenset(tokenizer.eos_token_ids if tokenizer else ())
         self._pacer, self._watch = Pacer(always=not auto), Stopwatch()
+        # Of several processes that decode one text, all go by the clock of one.
+        ranks = getattr(model, "ranks", None)
+        self._times: Callable[[list[float]], list[float]] = ranks.broadcast if ranks else list
         self._tokens = self._decode(
             prompt, rows_at_a_time(model, prefill_step_size), prompt_progress_callback or ignore
         )
@@ -311,15 +314,9 @@ class SpeculativeDecoder:
 
     def _record(self, flight: _Flight, committed: int, commit_seconds: float, steady: bool) -> None:
         """``steady``: plain steps go on, so that this one's time is that of a plain step."""
-        record = Round(
-            flight.confidences,
-            len(flight.drafts),
-            0 if flight.accepted is None else integer(flight.accepted),
-            committed,
-            flight.draft_seconds,
-            flight.verify_seconds,
-            commit_seconds,
-        )
+        times = self._times([flight.draft_seconds, flight.verify_seconds, commit_seconds])
+        accepted = 0 if flight.accepted is None else integer(flight.accepted)
+        record = Round(flight.confidences, len(flight.drafts), accepted, committed, *times)
         if flight.confidences:
             self._pacer.round(record.seconds, committed)
         elif flight.ahead and steady:
