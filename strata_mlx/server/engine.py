@@ -9,6 +9,8 @@ import os
 import threading
 import time
 from collections import deque
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,6 +31,9 @@ from .scheduler import Scheduler, speculation_of
 from .sequences import Sequence
 from .state import ExpertState, LayerState, MemoryState, RequestState, State, Totals
 from .streams import Stream
+
+if TYPE_CHECKING:
+    from ..parallel.ranks import Ranks
 
 PREFIX_BYTES = 256_000_000
 STALLED = 120.0  # seconds in one turn, after which the thread does not count as alive
@@ -78,6 +83,7 @@ class Engine:
         speculation = speculation_of(model, self.mtp, self.policy)
         self._scheduler = Scheduler(model, tokenizer, self._prefixes, self._totals, speculation, prefill_step_size)
         self._blocks, self._streaming = blocks(model), streaming_of(model)
+        self._ranks: Ranks | None = getattr(model, "ranks", None)
         self._experts: int = getattr(text_args(model), "num_experts", 0)
         self._vocabulary: int = text_args(model).vocab_size
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
@@ -192,14 +198,18 @@ class Engine:
         of this thread, and the draws of each engine are its own.
         """
         try:
-            mx.random.seed(int.from_bytes(os.urandom(8), "little"))
+            self._seed()
             with wired_limit(self._model):
-                while self._await():
+                while (admitted := self._await()) is not None:
                     self._turn_began = time.monotonic()
-                    self._scheduler.turn()
+                    self._turn(admitted)
                     self._save_profile()
                     self._turn_began = None
+                if self._ranks:
+                    self._ranks.broadcast(None)
         except Exception as error:
+            if self._ranks:
+                self._ranks.abort(in_one_line(error), wait=True)
             self._trouble = f"the generation thread has ended: {type(error).__name__}: {in_one_line(error)}"
             self._end_all(Fault(self._trouble))
             raise
@@ -209,14 +219,38 @@ class Engine:
             mx.clear_streams()  # their threads, if left to the process' end, make it abort
         self._end_all(Fault("the server is closing"))
 
+    def _turn(self, admitted: list[Sequence]) -> None:
+        """The next window, of the other ranks too."""
+        if self._ranks is None:
+            return self._scheduler.turn()
+        gone = list(self._scheduler.gone)
+        self._ranks.broadcast({"jobs": [_told(sequence) for sequence in admitted], "gone": gone})
+        return self._scheduler.turn(gone)
+
+    def follow(self) -> None:
+        """In the place of start(), on every rank but 0, and in this thread: do what rank 0 does until that closes."""
+        assert self._ranks is not None
+        self._seed()
+        with wired_limit(self._model):
+            while (told := self._ranks.broadcast()) is not None:
+                for number, limit, fields in told["jobs"]:
+                    job = _heard(fields)
+                    streams = self._streaming is not None
+                    self._scheduler.add(Sequence(number, job, self._tokenizer, limit, self.mode, streams))
+                self._scheduler.turn(told["gone"])
+
+    def _seed(self) -> None:
+        seed = int.from_bytes(os.urandom(7), "little")
+        mx.random.seed(self._ranks.broadcast(seed) if self._ranks else seed)
+
     def _save_profile(self) -> None:
         """Write the expert profile once in a while, for a process that may be killed."""
         if time.monotonic() >= self._next_profile:
             self._next_profile = time.monotonic() + _PROFILE_EVERY
             save_profile(self._model)
 
-    def _await(self) -> bool:
-        """Settle who has ended, wait for work, and admit who may begin. False where the engine closes."""
+    def _await(self) -> list[Sequence] | None:
+        """Settle who has ended, wait for work, and return who may begin. None where the engine closes."""
         with self._changed:
             self._settle(self._served)
             for sequence in self._queue:
@@ -224,10 +258,12 @@ class Engine:
                     sequence.cancel()
             self._settle(self._queue)
             self._changed.wait_for(lambda: self._closing or self._queue or self._scheduler.busy)
+            admitted = []
             while self._queue and len(self._served) < self._concurrency:
-                self._served.append(self._queue.popleft())
-                self._scheduler.add(self._served[-1])
-            return not self._closing
+                admitted.append(self._queue.popleft())
+                self._served.append(admitted[-1])
+                self._scheduler.add(admitted[-1])
+            return None if self._closing else admitted
 
     def _settle(self, sequences: list[Sequence] | deque[Sequence]) -> None:
         """Count those that have ended, and forget them."""
@@ -281,6 +317,17 @@ def _request_state(sequence: Sequence) -> RequestState:
         alone=sequence.alone,
         seconds=time.perf_counter() - sequence.arrived,
     )
+
+
+def _told(sequence: Sequence) -> tuple[int, int, dict[str, Any]]:
+    """A request, for the other ranks: its number, its limit and its job."""
+    return sequence.number, sequence.limit, asdict(sequence.job)
+
+
+def _heard(fields: dict[str, Any]) -> Job:
+    """The job that was told, as it is after JSON."""
+    bias = {int(token): value for token, value in fields.pop("logit_bias").items()}
+    return Job(tuple(fields.pop("prompt")), stop=tuple(fields.pop("stop")), logit_bias=bias, **fields)
 
 
 def _at_least(name: str, value: int | None, low: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..device import on_cpu
-from ..errors import InputError, StrataError
+from ..errors import InputError, StrataError, in_one_line
 from ..experts.streaming import streaming_of
 from ..experts.traffic import Traffic
 from ..models.moe import blocks
@@ -60,6 +60,14 @@ class Scheduler:
         self._readings: deque[Reading] = deque()
         self._alone: Alone | None = None
         self._batch = Batch(model, prefixes)
+        self._ranks = getattr(model, "ranks", None)
+
+    @property
+    def gone(self) -> set[int]:
+        """The numbers of requests whose reader has gone at the moment."""
+        sequences = [*self._waiting, *(reading.sequence for reading in self._readings), *self._batch.rows]
+        sequences += [self._alone.sequence] if self._alone else []
+        return {sequence.number for sequence in sequences if sequence.stream.cancelled}
 
     @property
     def busy(self) -> bool:
@@ -73,9 +81,12 @@ class Scheduler:
         """One request more."""
         self._waiting.append(sequence)
 
-    def turn(self) -> None:
-        """Let everybody come a window further. Afterwards, sequences that have an outcome are done with."""
-        self._cancel()
+    def turn(self, gone: Collection[int] | None = None) -> None:
+        """Let everybody come a window further. Afterwards, sequences that have an outcome are done with.
+
+        gone: numbers of those that end now; None is whose reader has gone.
+        """
+        self._cancel(self.gone if gone is None else gone)
         while self._waiting:
             self._begin(self._waiting.popleft())
         self._read()
@@ -86,14 +97,13 @@ class Scheduler:
         if not self.busy:
             mx.clear_cache()
 
-    def _cancel(self) -> None:
-        """Have those whose reader has gone end."""
-        if self._alone and self._alone.sequence.stream.cancelled:
+    def _cancel(self, gone: Collection[int]) -> None:
+        if self._alone and self._alone.sequence.number in gone:
             self._alone.leave()
             self._alone.sequence.cancel()
             self._alone = None
         for sequence in [*self._waiting, *(reading.sequence for reading in self._readings), *self._batch.rows]:
-            if sequence.stream.cancelled:
+            if sequence.number in gone:
                 sequence.cancel()
         self._waiting = deque(sequence for sequence in self._waiting if sequence.outcome is None)
         self._readings = deque(reading for reading in self._readings if reading.sequence.outcome is None)
@@ -165,6 +175,8 @@ class Scheduler:
         try:
             yield
         except _FAILURES as error:
+            if self._ranks:  # which would not go on alike
+                self._ranks.abort(in_one_line(error), wait=True)
             for sequence in sequences:
                 if sequence.outcome is None:
                     sequence.fail(error)
