@@ -92,6 +92,7 @@ def _run_command(name: str, argv: Sequence[str], prog: str) -> NoReturn:
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     args = parser.parse_args(argv)
+    args.given = list(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # an unknown character is no reason to stop
         sys.stdout.reconfigure(errors="replace")
     try:

@@ -61,24 +61,27 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def loading_options(args: argparse.Namespace, context: Callable[[Any], int]) -> dict[str, Any]:
-    """The arguments for load(). ``context`` tells the tokens to have room for, given the tokenizer.
+def loading_options(args: argparse.Namespace, context: Callable[[Any], int], streams: bool = False) -> dict[str, Any]:
+    """The arguments for load(). ``context`` tells the tokens to have room for, given the tokenizer. streams: whether
+    experts are read one by one without a budget, too.
 
     Raises InputError for an option that would do nothing.
     """
     if args.memory is None:
-        for name in _NEED_MEMORY:
+        for name in _NEED_MEMORY[:1] if streams else _NEED_MEMORY:
             if getattr(args, name, None) is not None:
                 raise InputError(
                     f"--{name.replace('_', '-')} is for experts that stay on disk: give --memory as well, such as 12GB"
                 )
-        return {}
     given = {"eviction": args.eviction, "expert_profile": args.expert_profile}
     given |= {"pinned": args.pin, "io_threads": args.io_threads}
-    return {
+    budget = {
         "memory": args.memory,
         "context": getattr(args, "context", None) or context,
         "prefill_step_size": args.prefill_step_size,
+    }
+    return {
+        **(budget if args.memory is not None else {}),
         **{name: value for name, value in given.items() if value is not None},
     }
 

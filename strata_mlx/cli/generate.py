@@ -33,12 +33,14 @@ from .options import (
     read_prompt,
     utf8,
 )
+from .parallel import add_ranks, describe_ranks_report, ranks_report, run_ranks
 from .policies import add_policy, chosen_policy
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from ..engine import GenerationResponse
+    from ..parallel.ranks import Ranks
     from ..routing import Routing
 
 
@@ -71,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-cache-file", help="state saved by cache_prompt, which the prompt continues")
     add_kv_cache(parser)
     add_experts(parser)
+    add_ranks(parser)
     add_routing(parser)
     add_dtype(parser)
     parser.add_argument("--verbose", type=boolean, default=True, help="False prints the text alone")
@@ -115,12 +118,16 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    return run_ranks("generate", args, lambda ranks: _run(args, ranks))
+
+
+def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     template_config = json_options("--chat-template-config", args.chat_template_config)
     policy = _policy(args)
     text = read_prompt(args.prompt.replace("\\n", "\n").replace("\\t", "\t"))
-    trace = TraceWriter(args.trace) if args.trace else None
+    trace = TraceWriter(args.trace) if args.trace and not (ranks and ranks.rank) else None
     try:
-        return _generate(args, template_config, policy, text, trace)
+        return _generate(args, template_config, policy, text, trace, ranks)
     finally:
         if trace:
             trace.close()
@@ -132,6 +139,7 @@ def _generate(
     policy: Policy,
     text: str,
     trace: TraceWriter | None,
+    ranks: Ranks | None,
 ) -> int:
     import mlx.core as mx
 
@@ -156,7 +164,9 @@ def _generate(
         most += args.max_tokens if args.max_tokens > 0 else CONTEXT
         return min(most, args.max_kv_size + args.prefill_step_size) if args.max_kv_size else most
 
-    model, tokenizer, routing = load_model(args, policy, **loading_options(args, context))
+    model, tokenizer, routing = load_model(
+        args, policy, ranks, **loading_options(args, context, streams=ranks is not None)
+    )
     for token in args.extra_eos_token:
         _add_eos(tokenizer, token)
     cache = make_cache(model, args.max_kv_size)
@@ -211,9 +221,11 @@ def _print(responses: Any, args: argparse.Namespace, routing: Routing, model: An
     except KeyboardInterrupt:
         interrupted = True
     traffic = last.experts if last else None
+    ranks = ranks_report(model, traffic) if model.ranks and traffic and not interrupted else None
     if args.json:
         experts = traffic_report(model, traffic, routing.mode) if traffic else None
         record = _record(text, last, interrupted) | {"memory": model.fit and model.fit.to_dict(), "experts": experts}
+        record |= {"ranks": ranks} if ranks else {}
         print(json.dumps({**record, "routing": routing.to_dict()}))
     else:
         print()
@@ -224,6 +236,8 @@ def _print(responses: Any, args: argparse.Namespace, routing: Routing, model: An
                 print(last.speculation)
             if traffic:
                 print(describe_traffic(model, traffic, routing.mode))
+            if ranks:
+                print(describe_ranks_report(ranks))
             if routing.mode == "biased":
                 print(f"Routing: {routing.price}")
     return 130 if interrupted else 0

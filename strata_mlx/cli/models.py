@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING, Any
 from ..policy import Policy
 from ..routing import RoutingPolicy
 from .experts import describe_memory
+from .parallel import describe_ranks, ranks_options
 from .policies import check_policy
 
 if TYPE_CHECKING:
     from mlx import nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+    from ..parallel.ranks import Ranks
     from ..routing import Routing
 
 
-def load_model(args: argparse.Namespace, policy: Policy, **options: Any) -> tuple[nn.Module, TokenizerWrapper, Routing]:
+def load_model(
+    args: argparse.Namespace, policy: Policy, ranks: Ranks | None = None, **options: Any
+) -> tuple[nn.Module, TokenizerWrapper, Routing]:
     """The model, with the routing of ``policy`` in it. options: of load(), beside those in ``args``."""
     from ..loading import load
     from ..models.moe import make_routing, set_routing
@@ -28,6 +32,7 @@ def load_model(args: argparse.Namespace, policy: Policy, **options: Any) -> tupl
         dtype=args.dtype,
         adapter_path=args.adapter_path,
         mtp=policy.options()["mtp"],
+        **ranks_options(args, ranks),
         **options,
     )
     if args.policy is not None:
@@ -49,4 +54,6 @@ def describe_model(args: argparse.Namespace, policy: Policy, model: Any, routing
         lines.append(f"Policy: {args.policy}: {policy}")
     if model.fit:
         lines.append(describe_memory(model.fit, args))
+    if model.ranks:
+        lines.append(describe_ranks(model, args))
     return "\n".join([*lines, f"Routing: {routing}"])

@@ -24,6 +24,7 @@ from . import started
 from .experts import add_memory, add_streaming, loading_options
 from .models import describe_model, load_model
 from .options import NotHere, add_dtype, add_model, add_routing, add_sampling, json_options, number
+from .parallel import add_ranks, run_ranks
 from .policies import add_policy, chosen_policy
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from mlx import nn
 
+    from ..parallel.ranks import Ranks
     from ..server.engine import Engine
     from ..server.limits import Limits
     from ..server.serving import Settings
@@ -55,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_policy(parser)
     add_memory(parser)
     add_streaming(parser)
+    add_ranks(parser)
     add_routing(parser)
     add_dtype(parser)
     cache = "the KV cache of a server has the type of --dtype"
@@ -65,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--use-default-chat-template": "the model's own template is used, or --chat-template",
         "--prompt-concurrency": "prompts are read one after another, in chunks, between the steps of other requests",
         "--prompt-cache-size": "earlier prompts are kept within --prompt-cache-bytes",
-        "--pipeline": "the model runs on one machine",
+        "--pipeline": "experts are shared out among machines, not layers; see --hostfile",
         "--kv-bits": cache,
         "--kv-group-size": cache,
         "--quantized-kv-start": cache,
@@ -135,6 +138,10 @@ def _add_defaults(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    return run_ranks("server", args, lambda ranks: _run(args, ranks))
+
+
+def _run(args: argparse.Namespace, ranks: Ranks | None) -> int:
     missing = [name for module, name in _NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise InputError(f"the server needs {' and '.join(missing)}: install strata-mlx[server]")
@@ -150,8 +157,13 @@ def run(args: argparse.Namespace) -> int:
 
     check_options(template_options, "--chat-template-args")
     share_heaps()
+    if ranks and not ranks.leads:
+        _, engine, _ = _load(args, policy, template_options, limits, ranks)
+        started()
+        engine.follow()
+        return 0
     with listen(args.host, args.port) as listening:  # minutes before the model is there
-        model, engine, settings = _load(args, policy, template_options, limits)
+        model, engine, settings = _load(args, policy, template_options, limits, ranks)
         started()
         _serve(model, engine, settings, listening)
     return 0
@@ -179,7 +191,11 @@ def _limits(args: argparse.Namespace) -> Limits:
 
 
 def _load(
-    args: argparse.Namespace, policy: Policy, template_options: dict[str, Any], limits: Limits
+    args: argparse.Namespace,
+    policy: Policy,
+    template_options: dict[str, Any],
+    limits: Limits,
+    ranks: Ranks | None,
 ) -> tuple[nn.Module, Engine, Settings]:
     from ..experts.budget import CONTEXT
     from ..models.family import text_args
@@ -188,11 +204,13 @@ def _load(
     from ..server.serving import Sampling, Settings
 
     prefix_bytes = _prefix_bytes(args)
-    streaming = loading_options(args, lambda _: args.max_context or CONTEXT)
-    if streaming:
+    if ranks:  # which all keep the same prompts
+        prefix_bytes = min(ranks.exchange(prefix_bytes))
+    streaming = loading_options(args, lambda _: args.max_context or CONTEXT, streams=ranks is not None)
+    if args.memory is not None:
         streaming |= {"sequences": args.decode_concurrency, "prefixes": prefix_bytes}
     template = {"chat_template": args.chat_template} if args.chat_template else None
-    model, tokenizer, routing = load_model(args, policy, tokenizer_config=template, **streaming)
+    model, tokenizer, routing = load_model(args, policy, ranks, tokenizer_config=template, **streaming)
     longest = text_args(model).max_position_embeddings
     max_context = min(args.max_context or (CONTEXT if args.memory else longest), longest)
     engine = Engine(
