@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from mlx_lm.utils import load_model as load_with_mlx_lm
 
 from strata_mlx import Residency, Routing, RoutingPolicy, load, set_routing
-from strata_mlx.models.moe import MoEBlock, blocks
+from strata_mlx.models.moe import MoEBlock, blocks, sigmoid_router
 from strata_mlx.routing import Router, select_ops
 from tests.routing.properties import TOLERANCE
 from tests.tiny import FAMILIES, make_checkpoint
@@ -130,6 +132,29 @@ def test_a_sigmoid_router_keeps_its_weights_and_chooses_as_without_a_policy_wher
     picked = [np.array(x) for x in chosen]
     assert (np.sort(plain[0][0]) == np.sort(picked[0])).all()
     assert np.abs(np.sort(plain[1][0]) - np.sort(picked[1])).max() <= 1e-6
+
+
+@given(
+    family=st.sampled_from(["glm4_moe", "deepseek_v3", "glm4_moe_lite", "mimo_v2_flash"]),
+    groups=st.sampled_from([(1, 1), (4, 1), (4, 3), (2, 2)]),
+    top_k=st.integers(1, 2),
+    norm_topk=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_sigmoid_router_is_that_of_mlx_lm_bit_for_bit_whatever_the_bias(
+    family: str, groups: tuple[int, int], top_k: int, norm_topk: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    scores, bias = (mx.array(rng.normal(size=shape).astype(np.float32)) for shape in ((1, 5, EXPERTS), EXPERTS))
+    args = SimpleNamespace(
+        tie_word_embeddings=False, scoring_func="sigmoid", num_experts=EXPERTS, num_experts_per_tok=top_k,
+        n_group=groups[0], topk_group=groups[1], norm_topk_prob=norm_topk, routed_scaling_factor=2.5,
+    )  # fmt: skip
+    router = sigmoid_router(args, eps=0.0 if family in ("glm4_moe", "deepseek_v3") else 1e-20)
+    found = Routing().route(0, scores, router, bias)
+    select = importlib.import_module(f"mlx_lm.models.{family}").group_expert_select
+    expected = select(scores, bias, top_k, *groups, 2.5, norm_topk)
+    assert all(mx.array_equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_changing_an_expert_that_is_chosen_changes_the_logits(model: nn.Module) -> None:

@@ -65,7 +65,7 @@ def chain_by_definition(model: nn.Module, tokens: mx.array, hidden: mx.array, st
     outputs = states = hidden
     for step in range(steps):
         if step <= last:
-            states = outputs if head.chained and step else hidden
+            states = outputs if step and model.model_type != "mimo_v2_flash" else hidden
         else:
             states = mx.concatenate([states, outputs[:, -1:]], axis=1)
         outputs = run(min(step, last), states)
