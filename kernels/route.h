@@ -72,10 +72,10 @@ METAL_FUNC Pick select_row(Logits logits, Resident resident, Table table, Bias b
     p[i] = isnan(x) ? LOWEST : max(LOWEST, min(x, FLT_MAX));
     top = max(top, p[i]);
     left |= uint(exists) << i;
-    favoured |= uint(HAS_RESIDENCY && exists && resident[e] != 0) << i;
-    added[i] = HAS_BIAS && exists ? bias[e] : 0;
+    favoured |= uint(HAS_RESIDENCY && exists && float(resident[e]) != 0) << i;
+    added[i] = HAS_BIAS && exists ? float(bias[e]) : 0;
   }
-  float entry = HAS_RESIDENCY && lane < uint(2 * K) ? table[lane] : 1; // 2 * K <= 32
+  float entry = HAS_RESIDENCY && lane < uint(2 * K) ? float(table[lane]) : 1; // 2 * K <= 32
   top = simd_max(top);
 
   if (ROUTER == SOFTMAX) {

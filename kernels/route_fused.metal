@@ -8,7 +8,7 @@ uint row = simdgroup_index_in_threadgroup;
 uint lane = thread_index_in_simdgroup;
 
 Pick pick = select_row<E, K, ROUTER, NORM, HAS_RESIDENCY, HAS_BIAS, N_GROUP, TOPK_GROUP>(
-    logits + row * E, resident, tables + row_kind[row] * 2 * K, bias, tables[4 * K], lane);
+    logits + row * WIDTH, resident, tables + row_kind[row] * 2 * K, bias, tables[4 * K], lane);
 
 if (lane < uint(K)) {
   ids[row * K + lane] = pick.id;

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from strata_mlx import cuda
 from strata_mlx.errors import Fault, InputError
 
 MAX_EXPERTS = 1024
@@ -29,7 +31,7 @@ ROUTERS = ("softmax", "sigmoid")  # in the order of enum Router in kernels/route
 
 Router = Literal["softmax", "sigmoid"]
 Triple = tuple[int, int, int]
-Constants = tuple[tuple[str, int | bool], ...]
+Constants = tuple[tuple[str, int | bool | float | str | mx.Dtype], ...]
 Kernel = Callable[..., list[mx.array]]
 Build = Callable[..., Kernel]
 
@@ -61,7 +63,8 @@ def _resolve(file: str, headers: dict[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: template constants, grid and threadgroup in threads, and the outputs' shapes.
+    """One launch: template constants, grid and threadgroup in threads, the outputs' shapes, and the dtype of those
+    outputs that have none of their own.
 
     The grid is whole threadgroups and a threadgroup whole simdgroups: CUDA would round them up.
     """
@@ -70,15 +73,16 @@ class Launch:
     grid: Triple
     threadgroup: Triple
     output_shapes: tuple[tuple[int, ...], ...]
+    dtype: mx.Dtype | None = None
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: it is part of a key at every launch
 class KernelSpec:
-    """A kernel's interface: names of its inputs, names and dtypes of its outputs."""
+    """A kernel's interface: names of its inputs, names and dtypes of its outputs, None where a launch says it."""
 
     name: str
     inputs: tuple[str, ...]
-    outputs: tuple[tuple[str, mx.Dtype], ...]
+    outputs: tuple[tuple[str, mx.Dtype | None], ...]
 
     def run(self, inputs: Sequence[mx.array], launch: Launch, build: Build | None = None) -> list[mx.array]:
         """Launches the kernel.
@@ -86,7 +90,7 @@ class KernelSpec:
         Raises:
             Fault: no builder was given and MLX has no GPU backend here.
         """
-        dtypes = [dtype for _, dtype in self.outputs]
+        dtypes = [dtype or launch.dtype for _, dtype in self.outputs]
         if 0 in launch.grid:
             return [mx.zeros(shape, dtype) for shape, dtype in zip(launch.output_shapes, dtypes, strict=True)]
         # Metal binds inputs of fewer than 8 elements otherwise, so smallness is part of a specialisation.
@@ -117,10 +121,22 @@ def _built(spec: KernelSpec, constants: Constants, kinds: tuple[tuple[Any, bool]
     )
 
 
-def _constant(constant: tuple[str, int | bool]) -> str:
+def _constant(constant: tuple[str, int | bool | float | str | mx.Dtype]) -> str:
+    """A line of the body. A text is another name for an input, which stands in for one that is not needed: each input
+    of a launch costs the host time.
+    """
     name, value = constant
+    if isinstance(value, mx.Dtype):
+        return f"using {name} = {_TYPES[value]};\n"
+    if isinstance(value, str):
+        return f"auto {name} = {value};\n"
+    if isinstance(value, float):
+        return f"constexpr float {name} = {value!r}f;\n"
     kind = "bool" if isinstance(value, bool) else "int"
     return f"constexpr {kind} {name} = {int(value)};\n"
+
+
+_TYPES = {mx.float32: "float", mx.float16: "float16_t", mx.bfloat16: "bfloat16_t", mx.uint32: "uint"}
 
 
 def build_metal(**kernel: Any) -> Kernel:
@@ -131,7 +147,8 @@ def build_metal(**kernel: Any) -> Kernel:
 def build_cuda(**kernel: Any) -> Kernel:
     """Builds for NVIDIA GPUs: the same text, after the header that defines Metal's idiom."""
     dialect = (folder() / "dialect" / "cuda.h").read_text()
-    return cast(Kernel, mx.fast.cuda_kernel(**_compact({**kernel, "header": f"{dialect}\n{kernel['header']}"})))
+    whole = _compact({**kernel, "header": f"{dialect}\n{kernel['header']}"})
+    return cuda.build(**whole) if cuda.available() else cast(Kernel, mx.fast.cuda_kernel(**whole))
 
 
 def _compact(kernel: dict[str, Any]) -> dict[str, Any]:
@@ -176,12 +193,13 @@ def route_select(
     n_group: int = 1,
     topk_group: int = 1,
     scale: float = 1.0,
+    experts: int | None = None,
     build: Build | None = None,
 ) -> list[mx.array]:
     """Experts and weights of each row.
 
     Args:
-        logits: ``[T, E]`` float32, bfloat16 or float16; E up to 1024.
+        logits: ``[..., T, E]`` float32, bfloat16 or float16; E up to 1024.
         resident: bool or uint8 ``[E]``, or None: no score is scaled.
         tables: float32 ``[2, 2, K]`` on the host, what ``RoutingPolicy.tables`` returns; needed with ``resident``.
         row_kind: bool or uint8 ``[T]``, 0 for head rows, 1 for draft rows; needed with ``resident``.
@@ -191,20 +209,21 @@ def route_select(
         bias: float32 ``[E]``, added to the scores for the choice only.
         n_group, topk_group: choose from the best ``topk_group`` of ``n_group`` (up to 32) equal groups.
         scale: multiplies the weights last.
+        experts: E, where rows of ``logits`` are longer.
         build: what builds the kernel; by default that of MLX's GPU backend.
 
     Returns:
-        ids uint32 ``[T, K]`` in the order they were picked, weights float32 ``[T, K]``.
+        ids uint32 ``[..., T, K]`` in the order they were picked, weights float32 ``[..., T, K]``.
 
     Raises:
         InputError: a size or an argument that the kernels do not take.
         Fault: there is no GPU and no builder.
     """
-    rows = logits.shape[0]
     inputs, constants = _route_arguments(
-        logits, resident, tables, row_kind, top_k, router, norm_topk, bias, n_group, topk_group, scale
+        logits, resident, tables, row_kind, top_k, router, norm_topk, bias, n_group, topk_group, scale, experts
     )
-    launch = Launch(constants, (SIMD * rows, 1, 1), (SIMD, 1, 1), ((rows, top_k),) * 2)
+    rows = prod(logits.shape[:-1])
+    launch = Launch(constants, (SIMD * rows, 1, 1), (SIMD, 1, 1), ((*logits.shape[:-1], top_k),) * 2)
     return ROUTE_SELECT.run(inputs, launch, build)
 
 
@@ -307,8 +326,10 @@ def _route_arguments(
     n_group: int,
     topk_group: int,
     scale: float,
+    experts: int | None = None,
 ) -> tuple[list[mx.array], Constants]:
-    rows, experts = logits.shape
+    rows, width = prod(logits.shape[:-1]), logits.shape[-1]
+    experts = width if experts is None else experts
     _check_experts(experts, resident)
     if router not in ROUTERS:
         raise InputError(f"router is {router!r}, expected one of {', '.join(ROUTERS)}")
@@ -339,6 +360,7 @@ def _route_arguments(
     ]
     constants = (
         ("E", experts),
+        ("WIDTH", width),
         ("K", top_k),
         ("ROUTER", ROUTERS.index(router)),
         ("NORM", norm_topk),

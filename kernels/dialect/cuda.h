@@ -45,9 +45,12 @@ METAL_FUNC void simdgroup_barrier(int) {
 
 namespace metal {
 namespace precise {
-METAL_FUNC float exp(float x) {
-  return expf(x); // MLX compiles without fast-math
-}
+// MLX compiles without fast-math, so these are the precise ones.
+using ::cos;
+using ::exp;
+using ::log;
+using ::sin;
+using ::sqrt;
 } // namespace precise
 } // namespace metal
 

@@ -11,6 +11,8 @@
 // One copy per threadgroup: threadgroups run one after the other, and the machine poisons this section before each.
 #define threadgroup static __attribute__((section("threadgroup")))
 
+using std::fabs;
+using std::fma;
 using std::isnan;
 using uint = uint32_t;
 using ushort = uint16_t;
@@ -43,9 +45,11 @@ using bfloat16_t = bfloat;
 
 namespace metal {
 namespace precise {
-inline float exp(float x) {
-  return std::exp(x);
-}
+using std::cos;
+using std::exp;
+using std::log;
+using std::sin;
+using std::sqrt;
 } // namespace precise
 } // namespace metal
 

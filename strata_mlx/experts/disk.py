@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..errors import InputError
+from ..folders import cache_folder
 from .probe import BLOCKS, Rate, cells, measure, passes
 
 THREADS_VARIABLE = "STRATA_MLX_READ_THREADS"
@@ -176,8 +176,7 @@ def _memory() -> int:
 
 
 def _memory_file() -> Path:
-    default = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser() / "strata_mlx" / "disks.json"
+    return cache_folder() / "disks.json"
 
 
 def _warn(message: str) -> None:
