@@ -6,6 +6,8 @@ model, tokenizer = load()  # the embedded model; or a folder, or a Hugging Face 
 print(generate(model, tokenizer, prompt="class Stack:", max_tokens=100))
 """
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from ._lazy import lazy
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
     from .routing import Residency, Routing, RoutingPolicy
     from .speculation.decoder import SpeculativeDecoder
     from .speculation.retention import RetentionPolicy
+
+# Launches that MLX hands to a CUDA device together; it reads this once, when its first stream is made. Its own 100 are
+# all of a small step, which the device awaits idle: on an H200, 20 to 40 made rounds of speculation 1.2 to 1.5 times as
+# fast.
+if sys.platform != "darwin":
+    os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "30")
 
 __all__ = [
     "CheckpointError",

@@ -15,6 +15,7 @@ from mlx_lm import tokenizer_utils
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from . import cuda
 from .checkpoint import Checkpoint
 from .checkpoint.safetensors import read_header
 from .device import arrange, compute_dtype, evaluate, on_cpu
@@ -24,6 +25,7 @@ from .experts.disk import DiskSettings
 from .experts.eviction import DEFAULT_EVICTION
 from .experts.options import Context, ExpertOptions, begin
 from .experts.streaming import slots_by_layer, stream_experts, streaming_of
+from .fused.layer import fuse
 from .hub import find_model
 from .models.dequantised import dequantise
 from .models.plan import ModelPlan, plan_model
@@ -136,6 +138,7 @@ def load_model(
 
     Experts of layers that do not have a slot for each are never read here.
     """
+    cuda.prepare()
     read, cast = plan.checkpoint.reader(), compute_dtype(dtype)
     modules = dict(plan.model.named_modules())
     if on_cpu() and cast != mx.float32 and any(isinstance(module, SwitchLinear) for module in modules.values()):
@@ -159,13 +162,15 @@ def load_model(
         read.release(source for name in parameters for source in plan.recipes[name].sources)
     plan.model.eval()
     plan.model.streaming = streaming
+    if not on_cpu():
+        fuse(plan.model)
     return plan.model
 
 
 def _cast(plan: ModelPlan, parameter: str, cast: mx.Dtype | None) -> mx.Dtype | None:
     """What a floating parameter is cast to: not to fewer bits, where the model says that it needs all."""
     may_cast = getattr(plan.model, "cast_predicate", lambda _: True)
-    return cast if cast == mx.float32 or may_cast(parameter) else None
+    return cast if cast is None or cast == mx.float32 or may_cast(parameter) else None
 
 
 def _check_adapters(path: Path) -> None:

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from strata_mlx import load
+from strata_mlx import load, loading
 from strata_mlx.checkpoint import Checkpoint
 from strata_mlx.checkpoint.convert import Conversion, convert
 from strata_mlx.checkpoint.precision import Precision, PrecisionPlan
@@ -104,3 +104,12 @@ def test_broken_adapters_are_named(folder: Path, config: str | None, weights: by
         (adapters / "adapters.safetensors").write_bytes(weights)
     with refuses(InputError, adapters):
         load(folder, adapter_path=adapters)
+
+
+def test_a_gpu_keeps_the_types_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint(tmp_path / "model", dtype=mx.bfloat16)
+    monkeypatch.setattr(loading, "compute_dtype", lambda _: None)
+    monkeypatch.setattr(loading, "on_cpu", lambda: False)
+    monkeypatch.setattr(loading, "fuse", lambda _: None)
+    model = loading.load_model(plan_model(Checkpoint.open(folder)))
+    assert model.model.norm.weight.dtype == mx.bfloat16

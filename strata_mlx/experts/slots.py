@@ -6,7 +6,7 @@ only after write(), which first has every result computed that may read the slot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
@@ -25,19 +25,31 @@ _PAGE = 4096
 Targets = Sequence[NDArray[Any]]  # where the fields of one expert are to be written
 
 
+Compute = Callable[[nn.Module, mx.array, mx.array], mx.array]
+
+
+def apply(experts: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
+    """mlx-lm's own call: ``[..., K, D]`` of rows ``[..., D]`` and indices ``[..., K]``."""
+    result: mx.array = experts(x, indices)
+    return result
+
+
 class SlotPool(Protocol):
     """Slots for the experts of one layer.
+
+    experts: an mlx-lm SwitchGLU, whose parameters are the slots: for what computes with them, and to see their kind.
 
     pads: whether a call for a part of a window's pairs computes other bits than one for all of them, unless it has as
     many pairs as choose the same kernel.
     """
 
+    experts: nn.Module
     pads: bool
 
-    def __call__(self, x: mx.array, slots: NDArray[np.int32]) -> mx.array:
+    def __call__(self, x: mx.array, slots: NDArray[np.int32], compute: Compute = apply) -> mx.array:
         """Apply the experts in ``slots [..., K]`` to ``x [..., D]``, lazily: ``[..., K, D]``."""
 
-    def promise(self, x: mx.array, shape: tuple[int, ...]) -> Promise | None:
+    def promise(self, x: mx.array, shape: tuple[int, ...], compute: Compute = apply) -> Promise | None:
         """A call as above whose slots, of ``shape``, are told later; None where the device does not allow that."""
 
     def write(self, slots: Sequence[int]) -> list[Targets]:
@@ -79,9 +91,9 @@ class _Readers:
 class Promise:
     """outputs: of a call of a SlotPool, ``[..., K, D]``, lazily. They must not be computed before fulfil()."""
 
-    def __init__(self, experts: nn.Module, x: mx.array, shape: tuple[int, ...], readers: _Readers):
+    def __init__(self, experts: nn.Module, x: mx.array, shape: tuple[int, ...], readers: _Readers, compute: Compute):
         self._indices = mx.array(np.zeros(shape, np.uint32))
-        self.outputs: mx.array = experts(x, self._indices)
+        self.outputs = compute(experts, x, self._indices)
         self._readers = readers
 
     def fulfil(self, slots: NDArray[np.int32]) -> None:
@@ -102,17 +114,17 @@ class UnifiedSlots:
         self._fields = fields
         self._arrays = [_page_aligned(field, count) for field in fields]
         self._views = [_view(array) for array in self._arrays]
-        self._experts = _with_parameters(experts, fields, self._arrays)
+        self.experts = _with_parameters(experts, fields, self._arrays)
         self._targets: list[Targets | None] = [None] * count  # by slot, made when first written
         self._readers = _Readers()
 
-    def __call__(self, x: mx.array, slots: NDArray[np.int32]) -> mx.array:
-        result = self._experts(x, mx.array(slots.view(np.uint32)))
+    def __call__(self, x: mx.array, slots: NDArray[np.int32], compute: Compute = apply) -> mx.array:
+        result = compute(self.experts, x, mx.array(slots.view(np.uint32)))
         self._readers.add(result, slots)
         return result
 
-    def promise(self, x: mx.array, shape: tuple[int, ...]) -> Promise:
-        return Promise(self._experts, x, shape, self._readers)
+    def promise(self, x: mx.array, shape: tuple[int, ...], compute: Compute = apply) -> Promise:
+        return Promise(self.experts, x, shape, self._readers, compute)
 
     def write(self, slots: Sequence[int]) -> list[Targets]:
         self._readers.settle(slots)
@@ -136,7 +148,7 @@ class UnifiedSlots:
             view = _view(array)
             for old, new in moves:
                 view[new] = self._views[i][old]
-            _with_parameters(self._experts, [field], [array])
+            _with_parameters(self.experts, [field], [array])
             self._arrays[i], self._views[i] = array, view
 
 
@@ -150,18 +162,18 @@ class StagedSlots:
         self.pads = not on_cpu()
         self._arrays = [mx.zeros((count, *field.shape), field.dtype) for field in fields]
         evaluate(self._arrays, f"making room for {count} experts")
-        self._experts = _with_parameters(experts, fields, self._arrays)
+        self.experts = _with_parameters(experts, fields, self._arrays)
         self._fields = fields
         self._readers = _Readers()
         self._staging: list[NDArray[Any]] = []  # per field, for as many experts as were ever read at a time
         self._staged: list[int] = []  # the slots that these are for
 
-    def __call__(self, x: mx.array, slots: NDArray[np.int32]) -> mx.array:
-        result = self._experts(x, mx.array(slots.view(np.uint32)))
+    def __call__(self, x: mx.array, slots: NDArray[np.int32], compute: Compute = apply) -> mx.array:
+        result = compute(self.experts, x, mx.array(slots.view(np.uint32)))
         self._readers.add(result, slots)
         return result
 
-    def promise(self, x: mx.array, shape: tuple[int, ...]) -> None:
+    def promise(self, x: mx.array, shape: tuple[int, ...], compute: Compute = apply) -> None:
         """Telling the slots later would be such a host write."""
 
     def write(self, slots: Sequence[int]) -> list[Targets]:
@@ -189,7 +201,7 @@ class StagedSlots:
         for i, field in enumerate(self._fields):
             array = self._arrays[i][mx.array(sources)]
             evaluate(array, f"making room for {count} experts")
-            _with_parameters(self._experts, [field], [array])
+            _with_parameters(self.experts, [field], [array])
             self._arrays[i] = array
 
 

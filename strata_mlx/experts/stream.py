@@ -14,7 +14,7 @@ import numpy as np
 from ..device import evaluate
 from ..routing.residency import HasResident
 from .eviction import Ids
-from .slots import Promise, SlotPool
+from .slots import Compute, Promise, SlotPool, apply
 from .table import SlotTable
 from .traffic import Traffic
 from .waves import DECODE_ROWS, NOTHING, by_use, waves
@@ -49,11 +49,13 @@ class StreamedExperts(nn.Module):
         ids: mx.array,
         mix: Callable[[mx.array], mx.array],
         meanwhile: mx.array | None = None,
+        compute: Compute | None = None,
     ) -> mx.array:
         """Apply the experts ``ids`` uint32 ``[B, T, K]`` to ``x [B, T, D]`` and return ``mix(outputs)``, on its way.
 
         mix: what follows on the experts' outputs ``[B, T, K, D]``, by rank. meanwhile: what the device is to compute
-        next, while the host waits for the ids and for reads.
+        next, while the host waits for the ids and for reads. compute: what is computed with the experts, pair by pair;
+        by default mlx-lm's call.
         Raises Fault where a read fails; nothing is lost by that but this window.
         """
         start = perf_counter()
@@ -61,7 +63,7 @@ class StreamedExperts(nn.Module):
             self._recover()
         self._open = True
         try:
-            result = self._serve(x, ids, mix, meanwhile)
+            result = self._serve(x, ids, mix, meanwhile, compute)
         except BaseException:
             self._recover()
             raise
@@ -69,12 +71,18 @@ class StreamedExperts(nn.Module):
         self._traffic.host_seconds += perf_counter() - start
         return result
 
+    @property
+    def experts(self) -> nn.Module:
+        """The module whose parameters are the slots, to see their kind."""
+        return self._pool.experts
+
     def _serve(
         self,
         x: mx.array,
         ids: mx.array,
         mix: Callable[[mx.array], mx.array],
         meanwhile: mx.array | None,
+        compute: Compute | None,
     ) -> mx.array:
         start = perf_counter()
         evaluate(ids, "choosing experts", wait=False)
@@ -83,7 +91,7 @@ class StreamedExperts(nn.Module):
             evaluate(meanwhile, "computing the shared expert", wait=False)
         launched = perf_counter()
         # Until the ids are there, the host does all that does not need them.
-        promise = self._promise(x, ids.shape) if rows <= DECODE_ROWS else None
+        promise = self._promise(x, ids.shape, compute) if rows <= DECODE_ROWS else None
         result = mix(promise.outputs) if promise else None
         self._pool.settle()
         self.table.rank(2 * ids.shape[-1])
@@ -91,7 +99,7 @@ class StreamedExperts(nn.Module):
         evaluate(ids, "choosing experts")
         known = perf_counter()
         chosen = np.array(ids).astype(np.intp)
-        outputs = self._apply(x, chosen, promise)
+        outputs = self._apply(x, chosen, promise, compute)
         if promise is None or result is None or outputs is not promise.outputs:
             result = mix(outputs)
         evaluate(result, "computing experts", wait=False)
@@ -112,10 +120,10 @@ class StreamedExperts(nn.Module):
         """Whether ``expert`` is computed here."""
         return True
 
-    def _promise(self, x: mx.array, shape: tuple[int, ...]) -> Promise | None:
-        return self._pool.promise(x, shape)
+    def _promise(self, x: mx.array, shape: tuple[int, ...], compute: Compute | None) -> Promise | None:
+        return self._pool.promise(x, shape, compute or apply)
 
-    def _apply(self, x: mx.array, chosen: Ids, promise: Promise | None) -> mx.array:
+    def _apply(self, x: mx.array, chosen: Ids, promise: Promise | None, compute: Compute | None) -> mx.array:
         """The outputs by rank: those of ``promise``, if it can be fulfilled."""
         traffic, table = self._traffic, self.table
         slots = table.slot_of[chosen]
@@ -133,18 +141,18 @@ class StreamedExperts(nn.Module):
         traffic.misses += len(missing)
         if len(missing):
             if not table.fits(missing, needed):
-                return self._in_groups(x, chosen, *by_use(table, chosen, missing))
+                return self._in_groups(x, chosen, *by_use(table, chosen, missing), compute)
             slow = len(missing) * self._read_seconds > SPLIT_SECONDS
             if slow and len(missing) < len(needed):
-                return self._in_groups(x, chosen, missing, needed)
+                return self._in_groups(x, chosen, missing, needed, compute)
             self._fetch(missing, needed)
             slots = table.slot_of[chosen]
         if promise is None:
-            return self._pool(x, slots)
+            return self._pool(x, slots, compute or apply)
         promise.fulfil(slots)
         return promise.outputs
 
-    def _in_groups(self, x: mx.array, chosen: Ids, missing: Ids, staying: Ids) -> mx.array:
+    def _in_groups(self, x: mx.array, chosen: Ids, missing: Ids, staying: Ids, compute: Compute | None) -> mx.array:
         """Compute with what is resident while the missing experts are read, in waves if there is no room for all."""
         table = self.table
         flat, results, entries = chosen.ravel(), [], []
@@ -152,7 +160,7 @@ class StreamedExperts(nn.Module):
         busy_until = 0.0
         for wave, keep in waves(table, missing, staying):
             if len(group):
-                results.append(self._pairs(x, flat, group, chosen.shape))
+                results.append(self._pairs(x, flat, group, chosen.shape, compute))
                 entries.append(group)
                 busy_until = max(busy_until, perf_counter()) + self._time(results[-1], len(group))
             self._fetch(wave, keep, busy_until)
@@ -160,22 +168,22 @@ class StreamedExperts(nn.Module):
             member[wave] = True
             group = member[flat].nonzero()[0]
         if len(group):
-            results.append(self._pairs(x, flat, group, chosen.shape))
+            results.append(self._pairs(x, flat, group, chosen.shape, compute))
             entries.append(group)
         return _in_order(x, results, entries, chosen.shape)
 
-    def _pairs(self, x: mx.array, flat: Ids, entries: Ids, shape: tuple[int, ...]) -> mx.array:
+    def _pairs(self, x: mx.array, flat: Ids, entries: Ids, shape: tuple[int, ...], compute: Compute | None) -> mx.array:
         """Begin to compute the pairs ``token * K + rank``: ``[..., N, D]`` of one token, ``[N, 1, D]`` of several."""
         count = len(entries)
-        if self._pool.pads:
+        if self._pool.pads and compute is None:
             least = next((pairs for pairs in KERNEL_CHANGES if flat.size >= pairs), 0)
             entries = np.pad(entries, (0, max(0, least - count)), mode="edge")
         slots = self.table.slot_of[flat[entries]]
         if flat.size == shape[-1]:
-            result = self._pool(x, slots.reshape(*shape[:-1], -1))
+            result = self._pool(x, slots.reshape(*shape[:-1], -1), compute or apply)
         else:
             tokens = mx.array(entries // shape[-1])
-            result = self._pool(x.reshape(-1, x.shape[-1])[tokens], slots[:, None])
+            result = self._pool(x.reshape(-1, x.shape[-1])[tokens], slots[:, None], compute or apply)
         if len(entries) > count:
             result = result[..., :count, :] if flat.size == shape[-1] else result[:count]
         evaluate(result, "computing experts", wait=False)

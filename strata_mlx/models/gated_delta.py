@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -43,13 +44,20 @@ class RecurrenceLog:
         return [mx.contiguous(self.conv_input[:, tokens : tokens + tail]), state]
 
 
+class Log(Protocol):
+    """What a window leaves behind, so that a part of it can be kept."""
+
+    def after(self, tokens: int) -> list[mx.array]:
+        """The layer's cache, convolution tail and recurrent state, as ``tokens`` plain steps (1 to T) leave it."""
+
+
 class LoggingCache(ArraysCache):
     """The cache of one recurrent layer for one window: it starts where ``before`` stands, and leaves that as it is."""
 
     def __init__(self, before: ArraysCache):
         super().__init__(0)
         self.cache = list(before.cache)
-        self.log: RecurrenceLog | None = None
+        self.log: Log | None = None
 
 
 class GatedDeltaNet(nn.Module):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..device import evaluate
 from ..experts.eviction import Ids
-from ..experts.slots import Promise
+from ..experts.slots import Compute, Promise
 from ..experts.stream import SPLIT_SECONDS, StreamedExperts
 from ..experts.table import SlotTable
 from ..experts.waves import DECODE_ROWS, NOTHING, by_use
@@ -133,11 +133,11 @@ class OwnedExperts(StreamedExperts):
         with self._ranks.layer():
             return super().__call__(*window, **options)
 
-    def _promise(self, x: mx.array, shape: tuple[int, ...]) -> Promise | None:  # noqa: ARG002
+    def _promise(self, *_window: Any) -> Promise | None:
         """How many pairs there will be is not known before the ids are."""
         return None
 
-    def _apply(self, x: mx.array, chosen: Ids, promise: Promise | None) -> mx.array:  # noqa: ARG002
+    def _apply(self, x: mx.array, chosen: Ids, _promise: Promise | None, compute: Compute | None) -> mx.array:
         traffic, table = self._traffic, self.table
         self._ranks.compare(chosen)
         own = chosen[self._mine[chosen]]
@@ -149,11 +149,11 @@ class OwnedExperts(StreamedExperts):
         traffic.misses += len(missing)
         if len(missing):
             if not table.fits(missing, needed):
-                return self._in_groups(x, chosen, *by_use(table, own, missing))
+                return self._in_groups(x, chosen, *by_use(table, own, missing), compute)
             if len(missing) * self._read_seconds > SPLIT_SECONDS and len(missing) < len(needed):
-                return self._in_groups(x, chosen, missing, needed)
+                return self._in_groups(x, chosen, missing, needed, compute)
             self._fetch(missing, needed)
-        return self._in_groups(x, chosen, NOTHING, needed)
+        return self._in_groups(x, chosen, NOTHING, needed, compute)
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,26 +82,39 @@ class Routing:
         self._ranges.clear()
         self._meter.clear()
 
-    def route(self, layer: int, logits: mx.array, router: Router, bias: mx.array | None = None) -> Selection:
+    def route(
+        self,
+        layer: int,
+        logits: mx.array,
+        router: Router,
+        bias: mx.array | None = None,
+        plain: Callable[[mx.array, Router, mx.array | None], Selection] = plain_router,
+    ) -> Selection:
         """Experts and weights for router logits ``[..., T, E]``: ids uint32 and weights float, both ``[..., T, K]``.
 
-        Where no score would be scaled, this is mlx-lm's own chain of operations on every device, bit for bit. The
-        kernel is for policies: the chain keeps the weights in half precision, which saves a GPU conversions.
+        Where no score would be scaled, this is what ``plain`` gives: mlx-lm's own chain of operations, bit for bit.
         bias: of a sigmoid router, float ``[E]``, for selection only.
         """
-        selection = self._select(layer, logits, router, bias)
+        selection = self._select(layer, logits, router, bias, plain)
         if self.observer is not None:
             self.observer(layer, selection[0])
         return selection
 
-    def _select(self, layer: int, logits: mx.array, router: Router, bias: mx.array | None) -> Selection:
+    def _select(
+        self,
+        layer: int,
+        logits: mx.array,
+        router: Router,
+        bias: mx.array | None,
+        plain: Callable[[mx.array, Router, mx.array | None], Selection],
+    ) -> Selection:
         if self.mode == "exact":
-            return plain_router(logits, router, bias)
+            return plain(logits, router, bias)
         shape, rows = logits.shape, logits.reshape(-1, logits.shape[-1])
         resident = self._resident(layer, router.top_k, rows.shape[0])
         if resident is None:
             self._meter.record(layer, rows, None, router)
-            return plain_router(logits, router, bias)
+            return plain(logits, router, bias)
         assert self.executor is not None, "the mode is biased"
         known = self._ranges.get(layer) if self.policy.kind == "cache_prior" else None
         ids, weights = select(

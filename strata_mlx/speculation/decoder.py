@@ -29,9 +29,9 @@ from .window import Window, check_rollback
 
 def default_steps() -> int:
     """Drafts in a round, where nobody says how many: on the CPU a row costs a third of a step, and two and three pay
-    alike; on an H200 three and four do (benchmarks/speculation_speed.py).
+    alike; on an H200 four pay best (benchmarks/speculation_speed.py).
     """
-    return 2 if on_cpu() else 3
+    return 2 if on_cpu() else 4
 
 
 class Token(NamedTuple):
@@ -220,8 +220,10 @@ class SpeculativeDecoder:
     def _ask(self) -> Iterator[Step]:
         """Have the device begin with the next drafts: with the whole chain, or with its first step."""
         steps = islice(self._drafters[0].steps(), self._retention.depth(self._most()))
-        begun = list(steps if self._path == "chained" else islice(steps, 1))
-        evaluate([(step.token, step.confidence) for step in begun], "drafting", wait=False)
+        begun = []
+        for step in steps if self._path == "chained" else islice(steps, 1):
+            begun.append(step)  # the device is at work on it while we build the next
+            evaluate((step.token, step.confidence), "drafting", wait=False)
         return chain(begun, steps)
 
     def _verify(self, before: _Flight, tokens: list[Token], asked: Iterator[Step] | None) -> _Flight:

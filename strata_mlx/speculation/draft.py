@@ -14,7 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..device import on_cpu
 from ..errors import InputError
+from ..fused.tokens import likeliest
 from ..models.mtp import DraftHead
 from ..models.trunk import Hidden, Trunk
 from .sampling import Sampling
@@ -140,6 +142,9 @@ class MTPDrafter:
 
     def _draft(self, logits: mx.array) -> Step:
         """A candidate by the head's logits ``[1, V]``."""
+        if self._sampling is None and not on_cpu():
+            token, confidence = likeliest(logits)
+            return Step(token, confidence[0])
         logits = logits.astype(mx.float32)
         confidence = mx.exp(mx.max(logits) - mx.logsumexp(logits))
         if self._sampling is None:

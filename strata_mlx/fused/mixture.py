@@ -1,0 +1,114 @@
+"""A MoE layer with its norm and what is passed by, for windows of a few rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..experts.stream import StreamedExperts
+from ..kernels import MAX_EXPERTS, MAX_TOP_K, Build, route_select
+from ..models.moe import MoEBlock
+from ..routing import Router
+from ..routing.ops import Selection
+from .experts import Experts, Passing, experts_apart, experts_down, experts_mix, experts_up
+from .matrix import Matrix, Norm, matrices_of
+from .project import project
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """gates: of the router, and of the shared expert where that is ``gated``. bias: ``[E]``, for selection. experts:
+    None where they are streamed. shared: None where there is no shared expert.
+    """
+
+    norm: Norm
+    gates: list[Matrix]
+    bias: mx.array | None
+    router: Router
+    experts: Experts | None
+    shared: Experts | None
+    gated: bool
+    build: Build | None
+
+    @classmethod
+    def of(cls, layer: nn.Module, build: Build | None) -> Mixture | None:
+        """That of a decoder layer; None where it has none, or the kernels do not take it."""
+        block = layer.mlp
+        if not isinstance(block, MoEBlock) or block.router.top_k > MAX_TOP_K or block.across is not None:
+            return None
+        streamed = isinstance(block.switch_mlp, StreamedExperts)
+        experts = Experts.of(block.switch_mlp.experts if streamed else block.switch_mlp)
+        gated = "shared_expert_gate" in block
+        beside = block.get("shared_expert") or block.get("shared_experts")
+        shared = Experts.of(beside) if beside is not None else None
+        gates = matrices_of(block.gate, *([block.shared_expert_gate] if gated else []))
+        if experts is None or gates is None or (beside is not None and shared is None):
+            return None
+        if gates[0].outputs > MAX_EXPERTS:
+            return None
+        norm, bias = Norm.of(layer.post_attention_layernorm), block.gate.get("e_score_correction_bias")
+        return cls(norm, gates, bias, block.router, None if streamed else experts, shared, gated, build)
+
+    def compute(self, x: mx.array) -> list[mx.array]:
+        """Of rows ``x [B, T, D]``, by the router's own choice: the layer's output, x included, and the experts' ids."""
+        logits, norm, build = self._logits(x), self.norm, self.build
+        assert self.experts is not None
+        values, ids, weights = experts_up(
+            x,
+            None,
+            self.experts,
+            self.shared,
+            norm=norm.weight,
+            eps=norm.eps,
+            logits=logits,
+            router=self.router,
+            bias=self.bias,
+            build=build,
+        )
+        passing = Passing(x, self.shared, logits, self.gated)
+        return [experts_down(values, ids, weights, self.experts, passing, build), ids]
+
+    def __call__(self, x: mx.array, block: MoEBlock) -> mx.array:
+        """The same, as the routing of ``block`` chooses and its experts are in memory or not."""
+        logits = self._logits(x)
+        own = logits[..., : self.gates[0].outputs]
+        ids, weights = block.routing.route(
+            block.layer, own, block.router, self.bias, plain=lambda *_: self._choose(logits)
+        )
+        passing, build = Passing(x, self.shared, logits, self.gated), self.build
+        if self.experts is not None:
+            values = self._up(x, ids, self.experts, self.shared)
+            return experts_down(values, ids, weights, self.experts, passing, build)
+        shared_values = None
+        if self.shared is not None:
+            shared_values = self._up(x, mx.zeros((*ids.shape[:-1], 1), mx.uint32), self.shared.stacked)
+
+        def mix(outputs: mx.array) -> mx.array:
+            return experts_mix(outputs, weights, shared_values, passing, build)
+
+        result: mx.array = block.switch_mlp(x, ids, mix, shared_values, self._apart)
+        return result
+
+    def _logits(self, x: mx.array) -> mx.array:
+        norm = self.norm
+        return project(x, self.gates, norm=norm.weight, eps=norm.eps, dtype=mx.float32, build=self.build)
+
+    def _choose(self, logits: mx.array) -> Selection:
+        options = {**self.router.options(), "bias": self.bias, "experts": self.gates[0].outputs}
+        ids, weights = route_select(logits, None, None, None, build=self.build, **options)
+        return ids, weights
+
+    def _up(self, x: mx.array, ids: mx.array, experts: Experts, shared: Experts | None = None) -> mx.array:
+        norm = self.norm
+        return experts_up(x, ids, experts, shared, norm=norm.weight, eps=norm.eps, build=self.build)[0]
+
+    def _apart(self, slots: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
+        """What the experts in ``slots`` make of rows ``[..., D]``: float32 ``[..., K, D]``."""
+        experts = Experts.of(slots)
+        assert experts is not None
+        given = x if x.ndim == 3 else x[None]
+        ids = indices if x.ndim == 3 else indices[None]
+        outputs = experts_apart(self._up(given, ids, experts), ids, experts, self.build)
+        return outputs if x.ndim == 3 else outputs[0]
