@@ -27,6 +27,7 @@ COMMANDS = {
     "evaluate": "say what biased routing costs in quality and saves in reads",
     "server": "serve a model to clients of OpenAI's and Anthropic's protocols, with a live page",
     "cache_prompt": "save the state after a prompt, for generate --prompt-cache-file",
+    "warmup": "compile what a GPU needs once, so that no prompt waits for it",
 }
 
 
@@ -75,6 +76,10 @@ def run_server() -> NoReturn:
 
 def run_cache_prompt() -> NoReturn:
     _run("cache_prompt", sys.argv[1:], "strata_mlx.cache_prompt")
+
+
+def run_warmup() -> NoReturn:
+    _run("warmup", sys.argv[1:], "strata_mlx.warmup")
 
 
 def _run(name: str, argv: Sequence[str], prog: str) -> NoReturn:

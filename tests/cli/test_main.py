@@ -19,7 +19,7 @@ from strata_mlx import Fault, __version__
 from tests.cli.conftest import Run
 from tests.tiny import FAMILIES
 
-COMMANDS = ("generate", "convert", "inspect", "tune", "evaluate", "server", "cache_prompt")
+COMMANDS = ("generate", "convert", "inspect", "tune", "evaluate", "server", "cache_prompt", "warmup")
 PYTHON = (sys.executable, "-m", "strata_mlx")
 
 
