@@ -9,6 +9,8 @@ import mlx.nn as nn
 
 from .. import cuda
 from ..kernels import Build
+from ..prefill import make_cache
+from .check import agree
 from .matrix import Matrix, matrix_of
 from .mixers import Arrays, AttentionMixer, RecurrentMixer, compiled
 from .mixture import Mixture
@@ -134,17 +136,33 @@ _PARTS = {"input_layernorm", "post_attention_layernorm", "mlp"}
 
 
 def fuse(model: nn.Module, build: Build | None = None) -> None:
-    """Let layers, embedding and output head of a loaded ``model`` run as kernels where they can."""
+    """Let layers, embedding and output head of a loaded ``model`` run as kernels where they can; on Metal, where no
+    release has been tried, only after two layers have been seen to compute the same.
+    """
     if build is None and mx.cuda.is_available() and cuda.available():
         cuda.shorthands()
     language = getattr(model, "language_model", model)
-    heads = [model.mtp.layers] if "mtp" in model else []
-    for layers in (language.model.layers, *heads):
-        for i, layer in enumerate(layers):
-            if set(layer.children()) - {"linear_attn", "self_attn"} == _PARTS:
-                layers[i] = FusedLayer(layer, build)
+    trunk = language.model.layers
+    fused = [_fused(layer, build) for layer in trunk]
+    if build is None and mx.metal.is_available() and not _tried(model, trunk, fused):
+        return
+    language.model.layers = fused
+    if "mtp" in model:
+        model.mtp.layers = [_fused(layer, build) for layer in model.mtp.layers]
     embedding, head = language.model.embed_tokens, language.get("lm_head")
     if type(embedding) is nn.QuantizedEmbedding and (matrix := matrix_of(embedding)) is not None:
         language.model.embed_tokens = FusedEmbedding(embedding, matrix, build)
     if head is not None and (matrix := matrix_of(head)) is not None:
         language.lm_head = FusedLinear(head, matrix, build)
+
+
+def _fused(layer: nn.Module, build: Build | None) -> nn.Module:
+    parts = set(layer.children()) - {"linear_attn", "self_attn"}
+    return FusedLayer(layer, build) if parts == _PARTS else layer
+
+
+def _tried(model: nn.Module, own: list[nn.Module], fused: list[nn.Module]) -> bool:
+    """The first layer of each kind."""
+    kinds = {("linear_attn" in layer, "switch_mlp" in layer.mlp): i for i, layer in reversed(list(enumerate(own)))}
+    places, caches = sorted(kinds.values()), [make_cache(model) for _ in range(2)]
+    return agree([own[i] for i in places], [fused[i] for i in places], [[c[i] for c in caches] for i in places])
