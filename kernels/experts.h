@@ -6,7 +6,7 @@ template <int K, bool SHARED, bool GATED, typename Weights, typename Parts>
 METAL_FUNC float mix(Weights weights, Parts parts, uint stride, float shared, float gate, float residual) {
   float sum = 0;
   for (uint rank = 0; rank < uint(K); rank++) {
-    sum = fma(weights[rank], float(parts[rank * stride]), sum);
+    sum = fma(float(weights[rank]), float(parts[rank * stride]), sum);
   }
   return (SHARED ? fma(GATED ? sigmoid(gate) : 1, shared, sum) : sum) + residual;
 }

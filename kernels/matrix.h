@@ -42,10 +42,10 @@ METAL_FUNC Products<ROWS, OUT> multiply(
       total[r] = 0;
       for (int i = 0; i < WIDE; i++) {
         float v = float(x[at + i]);
+        float w = NORM ? float(norm[k + i]) : 1;
         squares[r] = NORM ? fma(v, v, squares[r]) : 0;
-        v = NORM ? v * float(norm[k + i]) : v;
-        value[r * WIDE + i] = v;
-        total[r] += v;
+        value[r * WIDE + i] = v * w;
+        total[r] = fma(v, w, total[r]); // no compiler is left to choose whether it fuses
       }
     }
     for (int o = 0; o < OUT; o++) {

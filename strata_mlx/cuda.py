@@ -11,7 +11,6 @@ import ctypes
 import hashlib
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -23,7 +22,7 @@ import mlx.core as mx
 
 from . import modules
 from .errors import Fault
-from .folders import cache_folder
+from .folders import cache_folder, write_whole
 
 _TYPES = {
     mx.bool_: "bool",
@@ -168,10 +167,7 @@ def compiled(name: str, text: str) -> bytes:
             return content[32:]
     code = nvrtc().compile(name, text, architecture())
     with contextlib.suppress(OSError):  # without the cache, the next process compiles again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        Path(file.name).replace(path)
+        write_whole(path, hashlib.sha256(code).digest() + code)
     return code
 
 

@@ -118,7 +118,9 @@ def load(
             slots = fit.slots if fit and (fit.streams or share) else None
         model = load_model(plan, dtype, slots, eviction, options.settings, pins, share)
     model = apply_adapters(model, adapters) if adapters else model
-    if slots is None and memory is None:
+    if not on_cpu():
+        fuse(model)
+    elif slots is None and memory is None:
         dequantise(model)
     begin(model, fit, pins, profile, share)
     return model, tokenizer.result()
@@ -162,8 +164,6 @@ def load_model(
         read.release(source for name in parameters for source in plan.recipes[name].sources)
     plan.model.eval()
     plan.model.streaming = streaming
-    if not on_cpu():
-        fuse(plan.model)
     return plan.model
 
 

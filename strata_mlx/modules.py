@@ -8,7 +8,6 @@ once; if not, the code itself is given.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import tempfile
@@ -18,6 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
+
+from .folders import write_whole
 
 _WORD = (1 << 64) - 1
 _FACTOR, _SEED = 0xC6A4A7935BD1E995, 0xC70F6907
@@ -32,9 +33,8 @@ def shorthand(name: str, code: bytes, folder: Path) -> bytes | None:
     path = folder / f"{name}_{std_hash(key):x}.ptx"
     try:
         if not (path.exists() and path.read_bytes() == code):
-            folder.mkdir(parents=True, exist_ok=True)
-            _write(path.with_suffix(".txt"), f"{name}\t{name}\n".encode())
-            _write(path, code)
+            write_whole(path.with_suffix(".txt"), f"{name}\t{name}\n".encode())
+            write_whole(path, code)
     except OSError:
         return None
     return key
@@ -80,15 +80,3 @@ def std_hash(key: bytes) -> int:
 
 def _mixed(word: int) -> int:
     return word ^ word >> 47
-
-
-def _write(path: Path, content: bytes) -> None:
-    """At once or not at all."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    try:
-        Path(file.name).replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            Path(file.name).unlink()
-        raise

@@ -122,7 +122,7 @@ def experts_up(
     rows, width, lead = x.shape[0] * x.shape[1], experts.gate.outputs, x.shape[:-1]
     shared_width = shared.gate.outputs if shared else 0
     spec, aliases = _up(norm is not None, shared is not None, router is not None, bias is not None)
-    at_a_time = outputs_at_a_time(rows * top_k * width)
+    at_a_time = outputs_at_a_time(top_k * width)
     constants: Constants = (
         ("OUT", at_a_time),
         ("SIMDGROUPS", SIMDGROUPS),
@@ -136,7 +136,7 @@ def experts_up(
         ("Picked", mx.uint32 if router else x.dtype),
         ("Weight", mx.float32 if router else x.dtype),
         ("LOGITS", logits.shape[-1] if logits is not None else 1),
-        *_choice(router or Router(top_k), experts.gate.weight.shape[0], bias is not None),
+        *_choice(router or Router(top_k), experts.gate.weight.shape[0] if router else top_k, bias is not None),
         *experts.gate.constants(),
         *(shared or experts).gate.constants("SHARED_"),
         *aliases,
@@ -224,7 +224,7 @@ def experts_mix(
     spec, aliases = _last("experts_mix", ("pairs", "weights", *(["x"] if shared else [])), True, shared)
     inputs = [pairs, weights, *([shared_values] if shared and shared_values is not None else [])]
     rows, outputs = pairs.shape[0] * pairs.shape[1], pairs.shape[-1]
-    at_a_time, dtype = outputs_at_a_time(rows * outputs), passing.residual.dtype
+    at_a_time, dtype = outputs_at_a_time(outputs), passing.residual.dtype
     constants: Constants = (("K", weights.shape[-1]), ("OUT", at_a_time), ("SIMDGROUPS", SIMDGROUPS), ("Y", dtype))
     threads, blocks = SIMD * SIMDGROUPS, -(-outputs // (at_a_time * SIMDGROUPS))
     launch = Launch(

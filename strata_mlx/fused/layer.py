@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
 
 from .. import cuda
+from ..experts.streaming import streaming_of
 from ..kernels import Build
 from ..prefill import make_cache
 from .check import agree
-from .matrix import Matrix, matrix_of
+from .matrix import matrix_of
 from .mixers import Arrays, AttentionMixer, RecurrentMixer, compiled
 from .mixture import Mixture
 from .project import MAX_ROWS, project
-from .tokens import embed
+from .tokens import embed, likeliest
+
+MAX_GRAPHS = 64  # of a layer, for caches of other sizes
 
 
 class _Steps:
@@ -23,6 +28,7 @@ class _Steps:
 
     def __init__(self, layer: nn.Module, build: Build | None):
         kind = RecurrentMixer if "linear_attn" in layer else AttentionMixer
+        self._build = build
         self.mixer: RecurrentMixer | AttentionMixer | None = kind.of(layer, build)
         self.mixture = mixture = Mixture.of(layer, build)
         if mixture is not None:
@@ -37,7 +43,16 @@ class _Steps:
             result, ids = mixture.compute(mixed)
             return [result, *rest, ids]
 
-        self.without, self.whole = compiled(compute, build), compiled(whole, build)
+        self._graphs, self._sizes = (compute, whole), set[tuple[int, ...]]()
+        self.renew()
+
+    def renew(self, size: tuple[int, ...] = ()) -> None:
+        """Take note of a cache of ``size``. A graph is kept for each, and looked for among all: not among too many."""
+        if size in self._sizes:
+            return
+        self._sizes = {size} if len(self._sizes) >= MAX_GRAPHS else self._sizes | {size}
+        if len(self._sizes) == 1:
+            self.without, self.whole = (compiled(graph, self._build) for graph in self._graphs)
 
 
 class FusedLayer(nn.Module):
@@ -62,6 +77,8 @@ class FusedLayer(nn.Module):
                 return self._own_way(steps.mixer.read(x, self.linear_attn, cache))
             return self._own_way(self._mixed(x, mask, cache))
         mixer = steps.mixer if steps.mixer is not None and steps.mixer.takes(x, mask, cache) else None
+        if mixer is not None and isinstance(cache, KVCache) and cache.keys is not None:
+            steps.renew(cache.keys.shape)
         mixture = steps.mixture
         whole = mixture is not None and mixture.experts is not None and self.mlp.routing.mode == "exact"
         if mixer is not None and whole:
@@ -92,44 +109,65 @@ class FusedLayer(nn.Module):
         return self._made
 
 
-class FusedLinear(nn.Module):
-    """Takes over a linear layer: rows of a window get the bits that each of them gets alone."""
+class FusedQuantizedLinear(nn.QuantizedLinear):
+    """Rows of a window get the bits that each of them gets alone."""
 
-    def __init__(self, linear: nn.Module, matrix: Matrix, build: Build | None):
-        super().__init__()
-        dict.update(self, linear)
-        self.freeze()
-        self._matrix, self._build, self._own_way = matrix, build, linear.__call__
+    build: Build | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
-        if x.ndim == 3 and x.shape[0] * x.shape[1] <= MAX_ROWS:
-            return project(x, [self._matrix], build=self._build)
-        result: mx.array = self._own_way(x)
-        return result
+        return _short(self, x) if _is_short(x) else super().__call__(x)
+
+
+class FusedLinear(nn.Linear):
+    """The same with dense weights."""
+
+    build: Build | None = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return _short(self, x) if _is_short(x) else super().__call__(x)
 
 
 class FusedEmbedding(nn.QuantizedEmbedding):
-    """Takes over a quantised embedding, and the output head where that is tied to it."""
+    """The same of an embedding, and of the output head where that is tied to it."""
 
-    def __init__(self, embedding: nn.QuantizedEmbedding, matrix: Matrix, build: Build | None):
-        nn.Module.__init__(self)
-        dict.update(self, embedding)
-        for name in ("group_size", "bits", "mode", "num_embeddings", "dims"):
-            setattr(self, name, getattr(embedding, name))
-        self.freeze()
-        self._matrix, self._build = matrix, build
+    build: Build | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
-        if x.size <= MAX_ROWS:
-            return embed(x, self._matrix, build=self._build)
-        result: mx.array = super().__call__(x)
-        return result
+        matrix = matrix_of(self) if x.size <= MAX_ROWS else None
+        return super().__call__(x) if matrix is None else embed(x.astype(mx.uint32), matrix, build=self.build)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        if x.ndim == 3 and x.shape[0] * x.shape[1] <= MAX_ROWS:
-            return project(x, [self._matrix], build=self._build)
-        result: mx.array = super().as_linear(x)
-        return result
+        return _short(self, x) if _is_short(x) else super().as_linear(x)
+
+
+_FUSED = {
+    nn.QuantizedLinear: FusedQuantizedLinear,
+    nn.Linear: FusedLinear,
+    nn.QuantizedEmbedding: FusedEmbedding,
+}
+
+
+def _is_short(x: mx.array) -> bool:
+    return x.ndim == 3 and x.shape[0] * x.shape[1] <= MAX_ROWS
+
+
+def _short(module: Any, x: mx.array) -> mx.array:
+    matrix = matrix_of(module)
+    assert matrix is not None, "it was looked at when the module was made"
+    return project(x, [matrix], build=module.build)
+
+
+def _taken_over(module: nn.Module, build: Build | None) -> nn.Module:
+    """``module``, whose parameters and their names stay, with a call that takes the kernels, where they know it."""
+    kind: Any = _FUSED.get(type(module))
+    if kind is None or matrix_of(module) is None:
+        return module
+    fused: nn.Module = kind.__new__(kind)
+    nn.Module.__init__(fused)
+    fused.__dict__.update(module.__dict__)
+    dict.update(fused, module)
+    fused.build = build
+    return fused
 
 
 _PARTS = {"input_layernorm", "post_attention_layernorm", "mlp"}
@@ -149,11 +187,10 @@ def fuse(model: nn.Module, build: Build | None = None) -> None:
     language.model.layers = fused
     if "mtp" in model:
         model.mtp.layers = [_fused(layer, build) for layer in model.mtp.layers]
-    embedding, head = language.model.embed_tokens, language.get("lm_head")
-    if type(embedding) is nn.QuantizedEmbedding and (matrix := matrix_of(embedding)) is not None:
-        language.model.embed_tokens = FusedEmbedding(embedding, matrix, build)
-    if head is not None and (matrix := matrix_of(head)) is not None:
-        language.lm_head = FusedLinear(head, matrix, build)
+    language.model.embed_tokens = _taken_over(language.model.embed_tokens, build)
+    if "lm_head" in language:
+        language.lm_head = _taken_over(language.lm_head, build)
+    model.likeliest = partial(likeliest, build=build)
 
 
 def _fused(layer: nn.Module, build: Build | None) -> nn.Module:
@@ -162,7 +199,15 @@ def _fused(layer: nn.Module, build: Build | None) -> nn.Module:
 
 
 def _tried(model: nn.Module, own: list[nn.Module], fused: list[nn.Module]) -> bool:
-    """The first layer of each kind."""
+    """The first layer of each kind. Streamed experts are not read for that: such a model does without the kernels."""
+    if streaming_of(model):
+        return False
     kinds = {("linear_attn" in layer, "switch_mlp" in layer.mlp): i for i, layer in reversed(list(enumerate(own)))}
     places, caches = sorted(kinds.values()), [make_cache(model) for _ in range(2)]
-    return agree([own[i] for i in places], [fused[i] for i in places], [[c[i] for c in caches] for i in places])
+    language = getattr(model, "language_model", model)
+    tokens = mx.array([[0, 1, 2]])
+    whole = [(language.model.embed_tokens, tokens)]
+    if "lm_head" in language:
+        whole.append((language.lm_head, language.model.embed_tokens(tokens)))
+    others = [(module(x), _taken_over(module, None)(x)) for module, x in whole]
+    return agree([own[i] for i in places], [fused[i] for i in places], [[c[i] for c in caches] for i in places], others)

@@ -71,11 +71,11 @@ def matrix_of(module: nn.Module) -> Matrix | None:
     """That of a linear module, or of a switched one; None where the kernels do not take it."""
     if "bias" in module:
         return None
-    if type(module) in (nn.QuantizedLinear, QuantizedSwitchLinear, nn.QuantizedEmbedding):
+    if isinstance(module, nn.QuantizedLinear | QuantizedSwitchLinear | nn.QuantizedEmbedding):
         if module.mode != "affine" or module.bits not in BITS or module.weight.shape[-1] < 1:
             return None
         return Matrix(module.weight, module.scales, module.biases, module.bits, module.group_size)
-    if type(module) in (nn.Linear, SwitchLinear, Gate) and module.weight.shape[-1] % _SPAN == 0:
+    if isinstance(module, nn.Linear | SwitchLinear | Gate) and module.weight.shape[-1] % _SPAN == 0:
         return Matrix(module.weight, module.weight, module.weight)
     return None
 

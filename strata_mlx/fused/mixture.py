@@ -108,7 +108,8 @@ class Mixture:
         """What the experts in ``slots`` make of rows ``[..., D]``: float32 ``[..., K, D]``."""
         experts = Experts.of(slots)
         assert experts is not None
-        given = x if x.ndim == 3 else x[None]
-        ids = indices if x.ndim == 3 else indices[None]
-        outputs = experts_apart(self._up(given, ids, experts), ids, experts, self.build)
-        return outputs if x.ndim == 3 else outputs[0]
+        # Pair by pair, so that there is one kernel for groups of every size.
+        rows = mx.broadcast_to(x[..., None, :], (*indices.shape, x.shape[-1])).reshape(1, indices.size, -1)
+        ids = indices.reshape(1, -1, 1)
+        outputs = experts_apart(self._up(rows, ids, experts), ids, experts, self.build)
+        return outputs.reshape(*indices.shape, -1)

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels import SIMD, Build, KernelSpec, Launch
-from .project import row_class
+from .project import MAX_ROWS, row_class
 
 _SPEC = KernelSpec(
     "gated_delta",
@@ -16,6 +16,7 @@ _SPEC = KernelSpec(
     (("y", None), ("new_tail", None), ("new_state", mx.float32)),
 )
 MAX_SIMDGROUPS = 16
+THREADGROUP_BYTES = 30 << 10  # of memory, a little less than Metal has
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,10 @@ class Recurrence:
     @classmethod
     def of(cls, layer: nn.Module) -> Recurrence | None:
         """Those of a GatedDeltaNet; None where the kernel does not take it."""
-        if layer.head_k_dim % SIMD or layer.head_v_dim % MAX_SIMDGROUPS or "bias" in layer.conv1d:
+        held = 4 * row_class(MAX_ROWS) * (2 * layer.head_k_dim + layer.head_v_dim)
+        if held > THREADGROUP_BYTES or "bias" in layer.conv1d:
+            return None
+        if layer.head_k_dim % SIMD or layer.head_v_dim % MAX_SIMDGROUPS:
             return None
         return cls(
             layer.conv1d.weight,

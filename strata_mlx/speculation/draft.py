@@ -14,9 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..device import on_cpu
 from ..errors import InputError
-from ..fused.tokens import likeliest
 from ..models.mtp import DraftHead
 from ..models.trunk import Hidden, Trunk
 from .sampling import Sampling
@@ -77,6 +75,7 @@ class MTPDrafter:
         if "mtp" not in model:
             raise InputError("the model was loaded without an MTP head; load it with mtp=True")
         self._trunk, self._sampling = Trunk(model), sampling
+        self._likeliest = getattr(model, "likeliest", None)  # where there is a kernel for it
         self._head: DraftHead = model.mtp
         self.cache = self._head.make_cache()
         self._observed: list[tuple[mx.array, mx.array]] = []  # tokens [N] and hidden states [1, N, D]
@@ -142,8 +141,8 @@ class MTPDrafter:
 
     def _draft(self, logits: mx.array) -> Step:
         """A candidate by the head's logits ``[1, V]``."""
-        if self._sampling is None and not on_cpu():
-            token, confidence = likeliest(logits)
+        if self._sampling is None and self._likeliest:
+            token, confidence = self._likeliest(logits)
             return Step(token, confidence[0])
         logits = logits.astype(mx.float32)
         confidence = mx.exp(mx.max(logits) - mx.logsumexp(logits))

@@ -10,10 +10,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from strata_mlx import RetentionPolicy, SpeculativeDecoder, load
+from strata_mlx import RetentionPolicy, SpeculativeDecoder, load, loading
 from strata_mlx.engine import generate_step
 from strata_mlx.experts.slots import UnifiedSlots
-from strata_mlx.fused.layer import FusedEmbedding, FusedLayer, FusedLinear, fuse
+from strata_mlx.fused import layer
+from strata_mlx.fused.layer import FusedEmbedding, FusedLayer, FusedQuantizedLinear, fuse
 from strata_mlx.models.moe import blocks, set_routing
 from strata_mlx.models.trunk import Trunk
 from strata_mlx.prefill import make_cache
@@ -48,8 +49,8 @@ def fused(folder: Path, **options: Any) -> nn.Module:
 def states(cache: list[Any]) -> list[mx.array]:
     """What the layers keep, attention only as far as it is filled."""
     found: list[mx.array] = []
-    for layer in cache:
-        kept = layer.cache if hasattr(layer, "cache") else [x[:, :, : layer.offset] for x in (layer.keys, layer.values)]
+    for each in cache:
+        kept = each.cache if hasattr(each, "cache") else [x[:, :, : each.offset] for x in (each.keys, each.values)]
         found += kept
     return found
 
@@ -65,11 +66,12 @@ def test_a_fused_model_gives_the_logits_of_its_own_way(family: str, folders: dic
         assert np.abs(np.array(got - expected)).max() < 2e-5
 
 
-def test_the_embedded_model_fused() -> None:
+def test_the_embedded_model_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "dequantise", lambda _: None)  # which a GPU does not
     own, _ = load()
     model, _ = load()
     fuse(model, HostBuild())
-    assert isinstance(model.lm_head, FusedLinear)
+    assert isinstance(model.lm_head, FusedQuantizedLinear)
     assert isinstance(model.model.embed_tokens, FusedEmbedding)
     assert all(isinstance(layer, FusedLayer) for layer in model.layers)
     caches = make_cache(own), make_cache(model)
@@ -141,3 +143,21 @@ def test_greedy_speculation_is_plain_decoding(folders: dict[str, Path]) -> None:
     decoder = SpeculativeDecoder(model, prompt=PROMPT, max_tokens=12, max_steps=3, retention=RetentionPolicy(0.0))
     assert [token.token for token in decoder] == plain
     assert decoder.summary.drafted > 0
+
+
+def test_the_output_head_follows_its_weights(folders: dict[str, Path]) -> None:
+    """As adapters and load_weights() change them."""
+    model = fused(folders["qwen3_next"])
+    hidden = mx.ones((1, 1, 64))
+    assert mx.abs(model.lm_head(hidden)).max().item() != 0
+    model.lm_head.update({"weight": mx.zeros_like(model.lm_head.weight)})
+    for rows in (1, 12):
+        assert mx.abs(model.lm_head(mx.ones((1, rows, 64)))).max().item() == 0
+
+
+def test_graphs_for_ever_other_caches_are_not_kept(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "MAX_GRAPHS", 3)
+    steps = layer._Steps(fused(folders["qwen3_next"]).layers[1], HostBuild())
+    for size in range(10):
+        steps.renew((1, 2, size, 32))
+    assert len(steps._sizes) <= 3
