@@ -240,12 +240,12 @@ def wrong_order(original: Callable[..., Any], self: Any, *args: Any) -> Any:
     return original(self, *args)[:, :, ::-1]
 
 
-def drops_a_wave(original: Callable[..., Any], self: Any, x: Any, chosen: Any, missing: Any, staying: Any) -> Any:
-    return original(self, x, chosen, missing[1:] if len(missing) > 1 else missing, staying)
+def drops_a_wave(original: Callable[..., Any], self: Any, x: Any, chosen: Any, missing: Any, *rest: Any) -> Any:
+    return original(self, x, chosen, missing[1:] if len(missing) > 1 else missing, *rest)
 
 
-def repeats_a_wave(original: Callable[..., Any], self: Any, x: Any, chosen: Any, missing: Any, staying: Any) -> Any:
-    return original(self, x, chosen, np.concatenate([missing[:1], missing]), staying)
+def repeats_a_wave(original: Callable[..., Any], self: Any, x: Any, chosen: Any, missing: Any, *rest: Any) -> Any:
+    return original(self, x, chosen, np.concatenate([missing[:1], missing]), *rest)
 
 
 def evicts_what_is_needed(original: Callable[..., Any], self: Any, experts: Any, keep: Any, *rest: Any) -> Any:

@@ -89,7 +89,7 @@ def test_experts_stay_quantised_where_they_have_no_room(monkeypatch: pytest.Monk
     assert all(".switch_mlp." in path for path in left)
 
 
-@pytest.mark.parametrize("options", [{"memory": "600MB"}, {"slots": 128}])
+@pytest.mark.parametrize("options", [{"memory": "6GB"}, {"slots": 128}])
 def test_a_budget_keeps_all_quantised(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "set_cache_limit", lambda limit: limit)
     assert len(quantised_modules(load(mtp=True, **options)[0])) > 60
