@@ -218,6 +218,7 @@ def child(*arguments: str) -> Any:
 
 def first_token(folder: Path, processes: int) -> dict[str, Any]:
     warmup = child("-m", "strata_mlx", "warmup", "--model", str(folder), "--no-mtp", "--json")
+    warmup["kernels"] = [{key: kernels[key] for key in ("of", "compiled", "kept")} for kernels in warmup["kernels"]]
     runs = [child("-c", FIRST_TOKEN, str(folder), str(time.time())) for _ in range(processes)]
     return {"warmup": warmup, **{name: statistics.median(run[name] for run in runs) for name in runs[0]}}
 
