@@ -37,7 +37,6 @@ _TYPES = {
 # rows a kernel is for.
 _OPTIONS = ("--fmad=false",)
 _INCLUDES = "#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n"
-_MLX_FOLDER = "MLX_PTX_CACHE_DIR"  # what MLX reads from the environment when it first compiles
 
 
 def folder() -> Path:
@@ -49,13 +48,13 @@ def prepare() -> None:
     """Have MLX keep what it compiles in the user's cache, unless the environment names a place. Comes before its first
     kernel; does nothing without CUDA, or where the cache cannot be written.
     """
-    if not mx.cuda.is_available() or _MLX_FOLDER in os.environ:
+    if not mx.cuda.is_available() or modules.MLX_FOLDER in os.environ:
         return
     place = cache_folder() / "mlx" / version("mlx")
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
     if os.access(place, os.W_OK):
-        os.environ[_MLX_FOLDER] = str(place)
+        os.environ[modules.MLX_FOLDER] = str(place)
 
 
 class Ahead:
@@ -167,6 +166,7 @@ def compiled(name: str, text: str) -> bytes:
             return content[32:]
     code = nvrtc().compile(name, text, architecture())
     with contextlib.suppress(OSError):  # without the cache, the next process compiles again
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, hashlib.sha256(code).digest() + code)
     return code
 

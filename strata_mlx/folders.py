@@ -1,11 +1,10 @@
-"""Where things are kept that can be made again."""
+"""Where things are kept that can be made again, and how a file is written."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 
@@ -16,15 +15,11 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """At once or not at all. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        unfinished = Path(file.name)
-        try:
-            file.write(content)
-            file.flush()
-            unfinished.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-            raise
+    """The file appears complete or stays as it was. Raises OSError."""
+    unfinished = path.with_name(f".unfinished-{os.getpid()}-{path.name}")
+    try:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, path)
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)

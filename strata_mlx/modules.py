@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from .folders import write_whole
 
+MLX_FOLDER = "MLX_PTX_CACHE_DIR"  # what MLX reads from the environment when it first compiles
 _WORD = (1 << 64) - 1
 _FACTOR, _SEED = 0xC6A4A7935BD1E995, 0xC70F6907
 _PROBE = 'extern "C" __global__ void strata_probe(const float* x, float* y) { y[0] = x[0] + 1; }'
@@ -33,6 +34,7 @@ def shorthand(name: str, code: bytes, folder: Path) -> bytes | None:
     path = folder / f"{name}_{std_hash(key):x}.ptx"
     try:
         if not (path.exists() and path.read_bytes() == code):
+            folder.mkdir(parents=True, exist_ok=True)
             write_whole(path.with_suffix(".txt"), f"{name}\t{name}\n".encode())
             write_whole(path, code)
     except OSError:
@@ -65,7 +67,7 @@ def works(compile_text: Callable[[str, str], bytes], folder: Path) -> bool:
 def mlx_cache() -> Path:
     """Where MLX keeps what it compiles: it looks at the variable once."""
     default = Path(tempfile.gettempdir()) / "mlx" / version("mlx") / "ptx"
-    return Path(os.environ.get("MLX_PTX_CACHE_DIR") or default)
+    return Path(os.environ.get(MLX_FOLDER) or default)
 
 
 def std_hash(key: bytes) -> int:

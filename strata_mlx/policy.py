@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import Fault, InputError
+from .folders import write_whole
 from .routing.policy import RoutingPolicy
 from .speculation.calibration import MAX_POSITIONS
 from .speculation.economic import KIND, EconomicPolicy
@@ -166,12 +167,9 @@ class Policy:
 
 def write_text(path: Path, text: str, what: str) -> None:
     """Write ``text``; the file appears complete or stays as it was. Raises Fault, saying ``what``, where that fails."""
-    unfinished = path.with_name(f".unfinished-{os.getpid()}-{path.name}")
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
+        write_whole(path, text.encode())
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise Fault(f"{path}: {what} cannot be written: {error.strerror or error}") from error
 
 

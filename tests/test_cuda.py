@@ -351,6 +351,7 @@ def test_every_kernel_compiles(architecture: str, tmp_path: Path, monkeypatch: p
     try:
         nvrtc = cuda.nvrtc()
     except OSError as error:
+        # They exist for Linux on x86-64 only; there the extra `dev` brings them.
         pytest.skip(f"{error}: install nvidia-cuda-nvrtc, nvidia-cuda-runtime, nvidia-cuda-crt and nvidia-cuda-cccl")
     with pytest.raises(Fault, match=r"kernel k does not compile for sm_\d+a?: k.cu\(1\): error: "):
         nvrtc.compile("k", "this is no kernel", architecture)

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..errors import InputError
-from ..folders import cache_folder
+from ..folders import cache_folder, write_whole
 from .probe import BLOCKS, Rate, cells, measure, passes
 
 THREADS_VARIABLE = "STRATA_MLX_READ_THREADS"
@@ -133,11 +133,9 @@ def remember(file: Path, rates: Sequence[Rate], memory: Path | None = None) -> N
         known = json.loads(path.read_text(encoding="utf-8"))
     known = {**known} if isinstance(known, dict) else {}
     known[device_of(file)] = [asdict(rate) for rate in rates]
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(known, indent=1), encoding="utf-8")
-        os.replace(unfinished, path)
+        write_whole(path, json.dumps(known, indent=1).encode())
     except OSError as error:
         _warn(f"{path}: cannot be written ({error.strerror}); the disk is measured again at the next start")
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from ..errors import InputError
+from ..folders import write_whole
 from ..models.plan import ModelPlan
 from ..values import read_json
 from .streaming import Streaming
@@ -89,29 +90,18 @@ class ExpertProfile:
             counts = table.counts + before.counts if before else table.counts
             layers[index] = LayerProfile(counts, table.resident).to_dict()
         record = {"version": VERSION, "model": self._model, "layers": layers}
-        unfinished = self.path.with_name(f".unfinished-{os.getpid()}-{self.path.name}")
         try:
-            unfinished.write_text(json.dumps(record) + "\n", encoding="utf-8")
-            os.replace(unfinished, self.path)
+            write_whole(self.path, f"{json.dumps(record)}\n".encode())
         except OSError as error:
             if not self._warned:
                 print(f"warning: {self.path}: the expert profile is not saved: {error.strerror}", file=sys.stderr)
             self._warned = True
-        finally:
-            _remove(unfinished)
 
 
 def fingerprint(plan: ModelPlan) -> dict[str, Any]:
     """What a model must have in common with the one that a profile was made with."""
     config = json.dumps(plan.checkpoint.config, sort_keys=True).encode()
     return {"config": hashlib.sha256(config).hexdigest(), "experts": plan.args.num_experts}
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:  # the folder has gone: so has the file
-        return
 
 
 def _check_destination(path: Path) -> None:

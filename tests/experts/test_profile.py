@@ -213,7 +213,7 @@ def test_a_full_disk_costs_the_profile_and_nothing_else(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr({"write": "pathlib.Path.write_text", "rename": "os.replace"}[step], full)
+    monkeypatch.setattr({"write": "pathlib.Path.write_bytes", "rename": "os.replace"}[step], full)
     run(folder, file)
     err = capfd.readouterr().err
     assert err.count("\n") == 1
