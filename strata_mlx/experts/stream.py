@@ -49,7 +49,7 @@ class StreamedExperts(nn.Module):
         ids: mx.array,
         mix: Callable[[mx.array], mx.array],
         meanwhile: mx.array | None = None,
-        compute: Compute | None = None,
+        compute: Compute = apply,
     ) -> mx.array:
         """Apply the experts ``ids`` uint32 ``[B, T, K]`` to ``x [B, T, D]`` and return ``mix(outputs)``, on its way.
 
@@ -82,7 +82,7 @@ class StreamedExperts(nn.Module):
         ids: mx.array,
         mix: Callable[[mx.array], mx.array],
         meanwhile: mx.array | None,
-        compute: Compute | None,
+        compute: Compute,
     ) -> mx.array:
         start = perf_counter()
         evaluate(ids, "choosing experts", wait=False)
@@ -120,12 +120,12 @@ class StreamedExperts(nn.Module):
         """Whether ``expert`` is computed here."""
         return True
 
-    def _promise(self, x: mx.array, shape: tuple[int, ...], compute: Compute | None) -> Promise | None:
-        return self._pool.promise(x, shape, compute or apply)
+    def _promise(self, x: mx.array, shape: tuple[int, ...], compute: Compute) -> Promise | None:
+        return self._pool.promise(x, shape, compute)
 
-    def _apply(self, x: mx.array, chosen: Ids, promise: Promise | None, compute: Compute | None) -> mx.array:
+    def _apply(self, x: mx.array, chosen: Ids, promise: Promise | None, compute: Compute) -> mx.array:
         """The outputs by rank: those of ``promise``, if it can be fulfilled."""
-        traffic, table = self._traffic, self.table
+        table = self.table
         slots = table.slot_of[chosen]
         if chosen.size == chosen.shape[-1]:
             needed = chosen.reshape(-1)
@@ -135,10 +135,7 @@ class StreamedExperts(nn.Module):
             mask[chosen] = True
             needed = mask.nonzero()[0]
             missing = needed[table.slot_of[needed] < 0]
-        traffic.windows += 1
-        traffic.picks += chosen.size
-        traffic.hits += len(needed) - len(missing)
-        traffic.misses += len(missing)
+        self._traffic.window(chosen.size, len(needed), len(missing))
         if len(missing):
             if not table.fits(missing, needed):
                 return self._in_groups(x, chosen, *by_use(table, chosen, missing), compute)
@@ -148,11 +145,11 @@ class StreamedExperts(nn.Module):
             self._fetch(missing, needed)
             slots = table.slot_of[chosen]
         if promise is None:
-            return self._pool(x, slots, compute or apply)
+            return self._pool(x, slots, compute)
         promise.fulfil(slots)
         return promise.outputs
 
-    def _in_groups(self, x: mx.array, chosen: Ids, missing: Ids, staying: Ids, compute: Compute | None) -> mx.array:
+    def _in_groups(self, x: mx.array, chosen: Ids, missing: Ids, staying: Ids, compute: Compute) -> mx.array:
         """Compute with what is resident while the missing experts are read, in waves if there is no room for all."""
         table = self.table
         flat, results, entries = chosen.ravel(), [], []
@@ -172,18 +169,18 @@ class StreamedExperts(nn.Module):
             entries.append(group)
         return _in_order(x, results, entries, chosen.shape)
 
-    def _pairs(self, x: mx.array, flat: Ids, entries: Ids, shape: tuple[int, ...], compute: Compute | None) -> mx.array:
+    def _pairs(self, x: mx.array, flat: Ids, entries: Ids, shape: tuple[int, ...], compute: Compute) -> mx.array:
         """Begin to compute the pairs ``token * K + rank``: ``[..., N, D]`` of one token, ``[N, 1, D]`` of several."""
         count = len(entries)
-        if self._pool.pads and compute is None:
+        if self._pool.pads and compute is apply:
             least = next((pairs for pairs in KERNEL_CHANGES if flat.size >= pairs), 0)
             entries = np.pad(entries, (0, max(0, least - count)), mode="edge")
         slots = self.table.slot_of[flat[entries]]
         if flat.size == shape[-1]:
-            result = self._pool(x, slots.reshape(*shape[:-1], -1), compute or apply)
+            result = self._pool(x, slots.reshape(*shape[:-1], -1), compute)
         else:
             tokens = mx.array(entries // shape[-1])
-            result = self._pool(x.reshape(-1, x.shape[-1])[tokens], slots[:, None], compute or apply)
+            result = self._pool(x.reshape(-1, x.shape[-1])[tokens], slots[:, None], compute)
         if len(entries) > count:
             result = result[..., :count, :] if flat.size == shape[-1] else result[:count]
         evaluate(result, "computing experts", wait=False)

@@ -26,6 +26,13 @@ class Traffic:
     compute_seconds: float = 0.0
     host_seconds: float = 0.0
 
+    def window(self, picks: int, needed: int, missing: int) -> None:
+        """Count a window of a layer, for whose picks so many experts were needed, and so many of these missing."""
+        self.windows += 1
+        self.picks += picks
+        self.hits += needed - missing
+        self.misses += missing
+
     def __sub__(self, earlier: Traffic) -> Traffic:
         """What came between."""
         before = asdict(earlier)

@@ -137,16 +137,13 @@ class OwnedExperts(StreamedExperts):
         """How many pairs there will be is not known before the ids are."""
         return None
 
-    def _apply(self, x: mx.array, chosen: Ids, _promise: Promise | None, compute: Compute | None) -> mx.array:
-        traffic, table = self._traffic, self.table
+    def _apply(self, x: mx.array, chosen: Ids, _promise: Promise | None, compute: Compute) -> mx.array:
+        table = self.table
         self._ranks.compare(chosen)
         own = chosen[self._mine[chosen]]
         needed = np.unique(own)
         missing = needed[table.slot_of[needed] < 0]
-        traffic.windows += 1
-        traffic.picks += own.size
-        traffic.hits += len(needed) - len(missing)
-        traffic.misses += len(missing)
+        self._traffic.window(own.size, len(needed), len(missing))
         if len(missing):
             if not table.fits(missing, needed):
                 return self._in_groups(x, chosen, *by_use(table, own, missing), compute)
