@@ -18,7 +18,7 @@ auto mine = x + row * columns;
 
 if (rank < uint(K) && simdgroup == 0) {
   if (ROUTED) {
-    Pick pick = select_row<E, K, ROUTER, NORM_TOPK, false, HAS_BIAS, N_GROUP, TOPK_GROUP>(
+    Pick pick = select_row<E, K, ROUTER, NORM, false, HAS_BIAS, N_GROUP, TOPK_GROUP>(
         logits + size_t(row) * LOGITS, logits, logits, bias, SCALE, lane);
     if (lane == rank) {
       chosen = pick.id;

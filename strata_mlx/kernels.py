@@ -359,17 +359,26 @@ def _route_arguments(
         _NO_NUMBERS if bias is None else bias,
     ]
     constants = (
-        ("E", experts),
         ("WIDTH", width),
+        ("HAS_RESIDENCY", resident is not None),
+        *choice_constants(experts, top_k, router, norm_topk, bias is not None, n_group, topk_group),
+    )
+    return inputs, constants
+
+
+def choice_constants(
+    experts: int, top_k: int, router: Router, norm_topk: bool, has_bias: bool, n_group: int, topk_group: int
+) -> Constants:
+    """What ``select_row`` in kernels/route.h has to know of a router."""
+    return (
+        ("E", experts),
         ("K", top_k),
         ("ROUTER", ROUTERS.index(router)),
         ("NORM", norm_topk),
-        ("HAS_RESIDENCY", resident is not None),
-        ("HAS_BIAS", bias is not None),
+        ("HAS_BIAS", has_bias),
         ("N_GROUP", n_group),
         ("TOPK_GROUP", topk_group),
     )
-    return inputs, constants
 
 
 def _check_experts(experts: int, resident: mx.array | None) -> None:

@@ -13,9 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
-from ..kernels import ROUTERS, SIMD, Build, Constants, KernelSpec, Launch
+from ..kernels import SIMD, Build, Constants, KernelSpec, Launch, choice_constants
 from ..routing import Router
-from .matrix import Matrix, matrices_of, names
+from .matrix import Matrix, Norm, matrices_of, names
 from .project import SIMDGROUPS, outputs_at_a_time
 
 DOWN_OUTPUTS = 4  # of a threadgroup
@@ -105,20 +105,20 @@ def experts_up(
     experts: Experts,
     shared: Experts | None = None,
     *,
-    norm: mx.array | None = None,
-    eps: float = 0.0,
+    norm: Norm | None = None,
     logits: mx.array | None = None,
     router: Router | None = None,
     bias: mx.array | None = None,
     build: Build | None = None,
 ) -> list[mx.array]:
     """``silu(gate x) * up x`` of rows ``x [B, T, D]`` by their ``experts`` ``ids`` uint32 ``[B, T, K]``, and by the
-    ``shared`` one: ``[B, T, K * I + S]``. norm: weights ``[D]`` of an RMS normalisation of x, with ``eps``.
+    ``shared`` one: ``[B, T, K * I + S]``. norm: an RMS normalisation of x.
 
     Without ``ids``, ``router`` chooses by the first E columns of ``logits`` float32 ``[B, T, N]`` and its selection
     ``bias`` float32 ``[E]``, as route_select() does; ids and weights float32 ``[B, T, K]`` are returned as well.
     """
     top_k = router.top_k if router else ids.shape[-1] if ids is not None else 0
+    kind = router or Router(top_k)  # of what is compiled, and not run, where ids are given
     rows, width, lead = x.shape[0] * x.shape[1], experts.gate.outputs, x.shape[:-1]
     shared_width = shared.gate.outputs if shared else 0
     spec, aliases = _up(norm is not None, shared is not None, router is not None, bias is not None)
@@ -126,9 +126,8 @@ def experts_up(
     constants: Constants = (
         ("OUT", at_a_time),
         ("SIMDGROUPS", SIMDGROUPS),
-        ("K", top_k),
         ("RMS", norm is not None),
-        ("EPS", float(eps)),
+        ("EPS", norm.eps if norm else 0.0),
         ("SHARED", shared is not None),
         ("SPAN", experts.gate.span),
         ("Y", x.dtype),
@@ -136,7 +135,16 @@ def experts_up(
         ("Picked", mx.uint32 if router else x.dtype),
         ("Weight", mx.float32 if router else x.dtype),
         ("LOGITS", logits.shape[-1] if logits is not None else 1),
-        *_choice(router or Router(top_k), experts.gate.weight.shape[0] if router else top_k, bias is not None),
+        ("SCALE", float(kind.scale)),
+        *choice_constants(
+            experts.gate.weight.shape[0] if router else top_k,
+            top_k,
+            kind.kind,
+            kind.norm_topk,
+            bias is not None,
+            kind.n_group,
+            kind.topk_group,
+        ),
         *experts.gate.constants(),
         *(shared or experts).gate.constants("SHARED_"),
         *aliases,
@@ -145,23 +153,10 @@ def experts_up(
     chosen = ((*lead, top_k),) * 2 if router else ()
     shapes = ((*lead, top_k * width + shared_width), *chosen)
     grid = (blocks * threads, top_k + (shared is not None), rows)
-    given = (norm, bias, logits if router else ids)
+    given = (norm.weight if norm else None, bias, logits if router else ids)
     inputs = [x, *experts.gate.arrays, *experts.up.arrays, *(array for array in given if array is not None)]
     inputs += [*shared.gate.arrays, *shared.up.arrays] if shared else []
     return spec.run(inputs, Launch(constants, grid, (threads, 1, 1), shapes, x.dtype), build)
-
-
-def _choice(router: Router, experts: int, bias: bool) -> Constants:
-    """The constants of select_row()."""
-    return (
-        ("E", experts),
-        ("ROUTER", ROUTERS.index(router.kind)),
-        ("NORM_TOPK", router.norm_topk),
-        ("HAS_BIAS", bias),
-        ("N_GROUP", router.n_group),
-        ("TOPK_GROUP", router.topk_group),
-        ("SCALE", float(router.scale)),
-    )
 
 
 def experts_down(

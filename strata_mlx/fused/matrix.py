@@ -20,7 +20,7 @@ class Norm:
 
     @classmethod
     def of(cls, module: nn.Module) -> Norm:
-        return cls(module.weight, module.eps)
+        return cls(module.weight, float(module.eps))
 
 
 BITS = (2, 4, 8)  # that divide a word

@@ -16,7 +16,7 @@ from ..models.attention import Attention
 from ..models.gated_delta import GatedDeltaNet, LoggingCache
 from .attention import Heads, attend, attention_heads
 from .matrix import Matrix, Norm, matrices_of
-from .project import MAX_ROWS, project
+from .project import project
 from .recurrence import Recurrence, gated_delta
 
 PIECE = 8  # tokens that the recurrence reads at a time from a prompt
@@ -69,9 +69,9 @@ class RecurrentMixer:
             return None
         inputs, output = matrices_of(*(block[name] for name in INPUTS if name in block)), matrices_of(block.out_proj)
         sizes = Recurrence.of(block)
-        return (
-            None if inputs is None or output is None or sizes is None else cls(layer, inputs, output[0], sizes, build)
-        )
+        if inputs is None or output is None or sizes is None:
+            return None
+        return cls(layer, inputs, output[0], sizes, build)
 
     def takes(self, x: mx.array, mask: Any, cache: Any) -> bool:
         """A window of a few rows over a cache that holds something, and no padding."""
@@ -80,13 +80,10 @@ class RecurrentMixer:
 
     def reads(self, x: mx.array, mask: Any, cache: Any) -> bool:
         """The many rows of a prompt, where mlx-lm has no kernel for them: it has one on Metal."""
-        unknown = _unpadded(cache) and cache[1] is None
-        pieces = self._build is not None or mx.cuda.is_available()
-        return (
-            pieces
-            and not isinstance(cache, LoggingCache)
-            and (self.takes(x, mask, cache) or (mask is None and unknown))
-        )
+        if not (self._build or mx.cuda.is_available()) or isinstance(cache, LoggingCache):
+            return False
+        begins = mask is None and _unpadded(cache) and cache[1] is None
+        return begins or self.takes(x, mask, cache)
 
     def read(self, x: mx.array, block: nn.Module, cache: Any) -> mx.array:
         """The layer on many rows ``[B, T, D]``: projections by mlx-lm's operations, the recurrence in pieces, for which
@@ -109,8 +106,8 @@ class RecurrentMixer:
         return x + block.out_proj(mx.concatenate(outputs, axis=1))
 
     def compute(self, x: mx.array, tail: mx.array, state: mx.array) -> Arrays:
-        norm, build = self._norm, self._build
-        projected = project(x, self._inputs, norm=norm.weight, eps=norm.eps, build=build)
+        build = self._build
+        projected = project(x, self._inputs, norm=self._norm, build=build)
         y, new_tail, new_state = gated_delta(projected, tail, state, self._sizes, build=build)
         return [project(y, [self._output], residual=x, build=build), new_tail, new_state, projected]
 
@@ -139,18 +136,18 @@ class AttentionMixer:
             return None
         inputs, output = matrices_of(block.q_proj, block.k_proj, block.v_proj), matrices_of(block.o_proj)
         heads = Heads.of(block)
-        return (
-            None if inputs is None or output is None or heads is None else cls(layer, inputs, output[0], heads, build)
-        )
+        if inputs is None or output is None or heads is None:
+            return None
+        return cls(layer, inputs, output[0], heads, build)
 
     def takes(self, x: mx.array, mask: Any, cache: Any) -> bool:
         """A window of a few rows of one sequence, over a cache that only grows."""
         plain = type(cache) is KVCache and (cache.keys is None or cache.keys.dtype == x.dtype)
-        return x.shape[0] == 1 and x.shape[1] <= MAX_ROWS and plain and (mask is None or isinstance(mask, str))
+        return x.shape[0] == 1 and plain and (mask is None or isinstance(mask, str))
 
     def _before(self, x: mx.array, offset: mx.array) -> Arrays:
-        norm, build = self._norm, self._build
-        projected = project(x, self._inputs, norm=norm.weight, eps=norm.eps, build=build)
+        build = self._build
+        projected = project(x, self._inputs, norm=self._norm, build=build)
         return [*attention_heads(projected, offset, self._heads, build=build), projected]
 
     def compute(

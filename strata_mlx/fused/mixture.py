@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..experts.stream import StreamedExperts
-from ..kernels import MAX_EXPERTS, MAX_TOP_K, Build, route_select
+from ..kernels import MAX_EXPERTS, MAX_TOP_K, SIMD, Build, route_select
 from ..models.moe import MoEBlock
 from ..routing import Router
 from ..routing.ops import Selection
@@ -46,22 +46,21 @@ class Mixture:
         gates = matrices_of(block.gate, *([block.shared_expert_gate] if gated else []))
         if experts is None or gates is None or (beside is not None and shared is None):
             return None
-        if gates[0].outputs > MAX_EXPERTS:
+        if gates[0].outputs > MAX_EXPERTS or block.router.n_group > SIMD:
             return None
         norm, bias = Norm.of(layer.post_attention_layernorm), block.gate.get("e_score_correction_bias")
         return cls(norm, gates, bias, block.router, None if streamed else experts, shared, gated, build)
 
     def compute(self, x: mx.array) -> list[mx.array]:
         """Of rows ``x [B, T, D]``, by the router's own choice: the layer's output, x included, and the experts' ids."""
-        logits, norm, build = self._logits(x), self.norm, self.build
+        logits, build = self._logits(x), self.build
         assert self.experts is not None
         values, ids, weights = experts_up(
             x,
             None,
             self.experts,
             self.shared,
-            norm=norm.weight,
-            eps=norm.eps,
+            norm=self.norm,
             logits=logits,
             router=self.router,
             bias=self.bias,
@@ -92,8 +91,7 @@ class Mixture:
         return result
 
     def _logits(self, x: mx.array) -> mx.array:
-        norm = self.norm
-        return project(x, self.gates, norm=norm.weight, eps=norm.eps, dtype=mx.float32, build=self.build)
+        return project(x, self.gates, norm=self.norm, dtype=mx.float32, build=self.build)
 
     def _choose(self, logits: mx.array) -> Selection:
         options = {**self.router.options(), "bias": self.bias, "experts": self.gates[0].outputs}
@@ -101,8 +99,7 @@ class Mixture:
         return ids, weights
 
     def _up(self, x: mx.array, ids: mx.array, experts: Experts, shared: Experts | None = None) -> mx.array:
-        norm = self.norm
-        return experts_up(x, ids, experts, shared, norm=norm.weight, eps=norm.eps, build=self.build)[0]
+        return experts_up(x, ids, experts, shared, norm=self.norm, build=self.build)[0]
 
     def _apart(self, slots: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
         """What the experts in ``slots`` make of rows ``[..., D]``: float32 ``[..., K, D]``."""

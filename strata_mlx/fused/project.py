@@ -8,7 +8,7 @@ from functools import cache
 import mlx.core as mx
 
 from ..kernels import SIMD, Build, Constants, KernelSpec, Launch
-from .matrix import Matrix
+from .matrix import Matrix, Norm
 
 MAX_ROWS = 9  # the last committed token and as many drafts as there may be
 SIMDGROUPS = 8
@@ -40,16 +40,14 @@ def project(
     x: mx.array,
     matrices: Sequence[Matrix],
     *,
-    norm: mx.array | None = None,
-    eps: float = 0.0,
+    norm: Norm | None = None,
     residual: mx.array | None = None,
     dtype: mx.Dtype | None = None,
     build: Build | None = None,
 ) -> mx.array:
     """``[B, T, N]``: the outputs of all ``matrices`` side by side, for a few rows ``x [B, T, D]``.
 
-    norm: weights ``[D]`` of an RMS normalisation of x, with ``eps``. residual: ``[B, T, N]``, added. dtype: of the
-    result; by default that of x.
+    norm: an RMS normalisation of x. residual: ``[B, T, N]``, added. dtype: of the result; by default that of x.
     """
     outputs = sum(matrix.outputs for matrix in matrices)
     at_a_time = outputs_at_a_time(outputs)
@@ -63,7 +61,7 @@ def project(
         ("ALIKE", len({matrix.kind for matrix in matrices}) == 1),
         ("NORM", norm is not None),
         ("RESIDUAL", residual is not None),
-        ("EPS", float(eps)),
+        ("EPS", norm.eps if norm else 0.0),
         ("Y", dtype or x.dtype),
         *(constant for i, matrix in enumerate(filled) for constant in matrix.constants(suffix=str(i))),
         *aliases,
@@ -77,6 +75,6 @@ def project(
         ((*x.shape[:-1], outputs),),
         dtype or x.dtype,
     )
-    inputs = [x, *(array for array in (norm, residual) if array is not None)]
+    inputs = [x, *([norm.weight] if norm else []), *([] if residual is None else [residual])]
     (y,) = spec.run([*inputs, *(array for matrix in matrices for array in matrix.arrays)], launch, build)
     return y

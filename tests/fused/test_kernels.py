@@ -11,7 +11,7 @@ import pytest
 
 from strata_mlx.fused.attention import Heads, attend, attention_heads
 from strata_mlx.fused.experts import Experts, Passing, experts_apart, experts_down, experts_mix, experts_up
-from strata_mlx.fused.matrix import Matrix
+from strata_mlx.fused.matrix import Matrix, Norm
 from strata_mlx.fused.project import project
 from strata_mlx.fused.recurrence import Recurrence, gated_delta
 from strata_mlx.fused.tokens import embed, likeliest
@@ -54,12 +54,12 @@ def test_project(rows: int, dtype: mx.Dtype) -> None:
     x, residual = random(0, 1, rows, 64, dtype=dtype), random(1, 1, rows, 42, dtype=dtype)
     matrices = [matrix(2, 24, 64, bits=8, dtype=dtype), matrix(3, 1, 64, bits=0, dtype=dtype), matrix(4, 17, 64)]
     norm = random(5, 64, dtype=dtype)
-    y = project(x, matrices, norm=norm, eps=1e-6, residual=residual, build=BUILD)
+    y = project(x, matrices, norm=Norm(norm, 1e-6), residual=residual, build=BUILD)
     normed = reference.rms_norm(wide(x), wide(norm), 1e-6)
     expected = np.concatenate([normed @ reference.dense(m).T for m in matrices], axis=-1) + wide(residual)
     close(y, expected, dtype)
     alone = [
-        project(x[:, t : t + 1], matrices, norm=norm, eps=1e-6, residual=residual[:, t : t + 1], build=BUILD)
+        project(x[:, t : t + 1], matrices, norm=Norm(norm, 1e-6), residual=residual[:, t : t + 1], build=BUILD)
         for t in range(rows)
     ]
     same_rows(y, alone)
@@ -97,7 +97,7 @@ def test_experts(rows: int, beside: bool, gated: bool, dtype: mx.Dtype) -> None:
     weights, logits = random(3, 1, rows, 3), random(4, 1, rows, 7)
 
     def up(x: mx.array, ids: mx.array, layer: Experts, shared: Experts | None = None) -> mx.array:
-        return experts_up(x, ids, layer, shared, norm=norm, eps=1e-6, build=BUILD)[0]
+        return experts_up(x, ids, layer, shared, norm=Norm(norm, 1e-6), build=BUILD)[0]
 
     def run(rows: slice) -> tuple[mx.array, mx.array]:
         values = up(x[:, rows], ids[:, rows], layer, shared)
