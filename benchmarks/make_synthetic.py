@@ -59,7 +59,7 @@ def make_synthetic(
     config = {**SHAPES[shape], "num_hidden_layers": layers}
     config |= {key: embedded[key] for key in ("vocab_size", "eos_token_id")}
     precision = PrecisionPlan(Precision.make(bits), {"router": ROUTER})
-    model = qwen3_next._build(config, 0)
+    model = qwen3_next.FAMILY.build(config, 0)
     config["quantization"] = _quantise(model, precision)
     files: dict[str, list[tuple[str, mx.array]]] = {}
     for name, array in tree_flatten(model.parameters()):

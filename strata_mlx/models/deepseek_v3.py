@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_lm.models import deepseek_v3
 
-from .family import Family, check_args
+from .family import Family, builder
 from .mla import LatentArgs, cached, derived, make_mask
 from .moe import sigmoid_router, take_over
 from .mtp import NextTokenLayers, after_the_trunk
@@ -37,10 +37,4 @@ class Model(deepseek_v3.Model):
         take_over(self.layers, router)
 
 
-def _build(config: dict[str, Any], mtp_layers: int) -> Model:
-    args = ModelArgs.from_dict(config)
-    check_args(args)
-    return Model(args, mtp_layers, config.get("mtp_hidden", "after"))
-
-
-FAMILY = Family("deepseek_v3", _build, own_name=after_the_trunk, derived=derived, cached=cached)
+FAMILY = Family("deepseek_v3", builder(ModelArgs, Model), own_name=after_the_trunk, derived=derived, cached=cached)

@@ -91,6 +91,18 @@ def _expert_recipe(moe: str, projection: str, kind: str, present: Container[str]
     return Recipe((fused,), half=half) if kind == "weight" and fused in present else None
 
 
+def builder(args_type: Any, model_type: Any) -> Callable[[dict[str, Any], int], nn.Module]:
+    """The ``build`` of a family whose model takes its checked arguments, a number of MTP layers and ``mtp_hidden``."""
+
+    def build(config: dict[str, Any], mtp_layers: int) -> nn.Module:
+        args = args_type.from_dict(config)
+        check_args(args)
+        model: nn.Module = model_type(args, mtp_layers, config.get("mtp_hidden", "after"))
+        return model
+
+    return build
+
+
 def check_args(args: Any) -> None:
     """Raise CheckpointError unless every value of ``args``, mlx-lm's dataclass, is of the type that it declares and the
     values go together.

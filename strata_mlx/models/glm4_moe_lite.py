@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from mlx_lm.models import glm4_moe_lite
 
-from .family import Family, check_args
+from .family import Family, builder
 from .mla import LatentArgs, cached, derived, make_mask
 from .moe import sigmoid_router, take_over
 from .mtp import NextTokenLayers, after_the_trunk
@@ -35,10 +34,4 @@ class Model(glm4_moe_lite.Model):
         take_over(self.layers, router)
 
 
-def _build(config: dict[str, Any], mtp_layers: int) -> Model:
-    args = ModelArgs.from_dict(config)
-    check_args(args)
-    return Model(args, mtp_layers, config.get("mtp_hidden", "after"))
-
-
-FAMILY = Family("glm4_moe_lite", _build, own_name=after_the_trunk, derived=derived, cached=cached)
+FAMILY = Family("glm4_moe_lite", builder(ModelArgs, Model), own_name=after_the_trunk, derived=derived, cached=cached)

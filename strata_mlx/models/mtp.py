@@ -46,7 +46,7 @@ class DraftHead(nn.Module):
         cache: from make_cache(), of all heads; the head extends its own part. Returns the normed hidden states
         ``[B, T, D]`` that the output head takes. They are also the ``hidden`` of the next chained step.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # each family has its own wiring: this is what they have in common
 
     def make_cache(self) -> list[Any]:
         """An empty cache for each of ``layers``."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mlx_lm.models import qwen3_next
 
 from ..routing import Router
 from .attention import take_over_attention
-from .family import Family, check_args
+from .family import Family, builder
 from .gated_delta import take_over_recurrence
 from .moe import take_over
 from .mtp import MTPHead
@@ -32,10 +30,4 @@ class Model(qwen3_next.Model):
         take_over_recurrence(self.layers)
 
 
-def _build(config: dict[str, Any], mtp_layers: int) -> Model:
-    args = qwen3_next.ModelArgs.from_dict(config)
-    check_args(args)
-    return Model(args, mtp_layers, config.get("mtp_hidden", "after"))
-
-
-FAMILY = Family("qwen3_next", _build, shifted_norms=True)
+FAMILY = Family("qwen3_next", builder(qwen3_next.ModelArgs, Model), shifted_norms=True)
