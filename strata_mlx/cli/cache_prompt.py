@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from . import started
 from .experts import add_experts, loading_options
-from .options import add_kv_cache, add_model, number, read_prompt, utf8
+from .options import add_kv_cache, add_model, add_prefill, read_prompt, utf8
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -26,12 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt", "-p", type=utf8, required=True, help="what to read; '-' reads it from standard input"
     )
     parser.add_argument("--prompt-cache-file", required=True, help="file to write, named *.safetensors")
-    parser.add_argument(
-        "--prefill-step-size",
-        type=number(int, 1),
-        default=2048,
-        help="tokens of the prompt to process at a time",
-    )
+    add_prefill(parser)
     add_kv_cache(parser)
     add_experts(parser)
 

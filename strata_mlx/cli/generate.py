@@ -25,6 +25,7 @@ from .options import (
     add_dtype,
     add_kv_cache,
     add_model,
+    add_prefill,
     add_routing,
     add_sampling,
     boolean,
@@ -64,12 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_chat(parser)
     _add_sampling(parser)
     add_policy(parser)
-    parser.add_argument(
-        "--prefill-step-size",
-        type=number(int, 1),
-        default=2048,
-        help="tokens of the prompt to process at a time",
-    )
+    add_prefill(parser)
     parser.add_argument("--prompt-cache-file", help="state saved by cache_prompt, which the prompt continues")
     add_kv_cache(parser)
     add_experts(parser)

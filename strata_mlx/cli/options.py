@@ -81,6 +81,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit of the repository")
 
 
+def add_prefill(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prefill-step-size",
+        type=number(int, 1),
+        default=2048,
+        help="tokens of the prompt to process at a time",
+    )
+
+
 def add_kv_cache(parser: argparse.ArgumentParser) -> None:
     # A cache of limited size cannot be quantised.
     kind = parser.add_mutually_exclusive_group()

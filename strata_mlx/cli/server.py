@@ -23,7 +23,7 @@ from ..policy import Policy
 from . import started
 from .experts import add_memory, add_streaming, loading_options
 from .models import describe_model, load_model
-from .options import NotHere, add_dtype, add_model, add_routing, add_sampling, json_options, number
+from .options import NotHere, add_dtype, add_model, add_prefill, add_routing, add_sampling, json_options, number
 from .parallel import add_ranks, run_ranks
 from .policies import add_policy, chosen_policy
 
@@ -118,9 +118,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "4096 if that is less",
     )
     parser.add_argument("--max-body", default="8MB", metavar="SIZE", help="the largest request that is read")
-    parser.add_argument(
-        "--prefill-step-size", type=number(int, 1), default=2048, help="tokens of a prompt to process at a time"
-    )
+    add_prefill(parser)
     parser.add_argument(
         "--prompt-cache-bytes",
         metavar="SIZE",

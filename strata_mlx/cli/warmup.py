@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from . import started
 from .experts import add_experts, loading_options
 from .models import describe_model, load_model
-from .options import add_dtype, add_model, add_routing, number
+from .options import add_dtype, add_model, add_prefill, add_routing
 from .policies import add_policy, chosen_policy
 
 if TYPE_CHECKING:
@@ -32,12 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--adapter-path", help="folder of trained LoRA adapters")
     add_policy(parser)
-    parser.add_argument(
-        "--prefill-step-size",
-        type=number(int, 1),
-        default=2048,
-        help="tokens of the prompt to process at a time",
-    )
+    add_prefill(parser)
     add_experts(parser)
     add_routing(parser)
     add_dtype(parser)
