@@ -174,18 +174,9 @@ def message(nbytes: int) -> float:
     return 1e3 * statistics.median(seconds) / 2
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 def measure(ranks: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Start so many ranks of this script and return what rank 0 found."""
-    ports, hosts = free_ports(ranks), folder / "ring.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    (port,), hosts = report.free_ports(1), report.ring_hosts(ranks, folder)
     command = [sys.executable, str(Path(__file__).resolve()), "--worker", *sys.argv[1:]]
     processes = []
     for rank in range(ranks):
@@ -195,7 +186,7 @@ def measure(ranks: int, args: argparse.Namespace, folder: Path) -> dict[str, Any
         elif args.backend == "ring":
             environment["MLX_HOSTFILE"] = str(hosts)
         else:
-            environment |= {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(ports[0]), "MLX_WORLD_SIZE": str(ranks)}
+            environment |= {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": str(port), "MLX_WORLD_SIZE": str(ranks)}
             environment["CUDA_VISIBLE_DEVICES"] = str(rank)
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,22 @@ def environment() -> dict[str, str]:
     """Of a process of its own that finds the repository, and never asks a hub."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that nobody listens at."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def ring_hosts(ranks: int, folder: Path) -> Path:
+    """A file of hosts for so many ranks of MLX's ring on this machine, in ``folder``."""
+    hosts = folder / "ring.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(ranks)]))
+    return hosts
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.report import environment
+from benchmarks.report import environment, free_ports
 
 MODEL = "default_model"  # what mlx_lm.server calls the one that it was started with
 PATIENCE = 120.0  # seconds that a server may take to start
@@ -83,21 +82,14 @@ class Server:
 
 
 def ours(model: Path, streams: int, *options: str) -> Server:
-    port = _free_port()
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "strata_mlx", "server", "--model", str(model), "--port", str(port)]
     command += ["--decode-concurrency", str(streams), "--served-model-name", MODEL, "--log-level", "WARNING"]
     return Server("ours", [*command, *options], port)
 
 
 def mlx_lm(model: Path, streams: int) -> Server:
-    port = _free_port()
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port)]
     command += ["--decode-concurrency", str(streams), "--log-level", "WARNING"]
     return Server("mlx_lm.server", command, port)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port

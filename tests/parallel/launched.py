@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.parallel.processes import PATIENCE, environment
+from benchmarks.report import environment
+from tests.parallel.processes import PATIENCE
 
 
 def hostfile(folder: Path, count: int) -> Path:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,28 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.report import environment, ring_hosts
+
 PATIENCE = 120.0  # seconds
-
-
-def environment() -> dict[str, str]:
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 @contextmanager
 def ranks(count: int, folder: Path, *command: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Run ``python COMMAND`` as ``count`` ranks; those that are left at the end are killed."""
-    hosts = folder / "ring.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(count)]))
+    hosts = ring_hosts(count, folder)
     started = [
         subprocess.Popen(
             [sys.executable, *command],
