@@ -12,8 +12,10 @@ from mlx_lm.models.cache import KVCache
 from .. import cuda
 from ..experts.streaming import streaming_of
 from ..kernels import Build
+from ..models.trunk import Trunk
 from ..prefill import make_cache
 from .check import agree
+from .draft import FusedHead
 from .matrix import matrix_of
 from .mixers import Arrays, AttentionMixer, RecurrentMixer, compiled
 from .mixture import Mixture
@@ -185,12 +187,13 @@ def fuse(model: nn.Module, build: Build | None = None) -> None:
     if build is None and mx.metal.is_available() and not _tried(model, trunk, fused):
         return
     language.model.layers = fused
-    if "mtp" in model:
-        model.mtp.layers = [_fused(layer, build) for layer in model.mtp.layers]
     language.model.embed_tokens = _taken_over(language.model.embed_tokens, build)
     if "lm_head" in language:
         language.lm_head = _taken_over(language.lm_head, build)
-    model.likeliest = partial(likeliest, build=build)
+    if "mtp" in model:
+        model.mtp.layers = [_fused(layer, build) for layer in model.mtp.layers]
+        model.mtp.picks = partial(likeliest, build=build)
+        model.mtp = FusedHead.of(model.mtp, Trunk(model), build) or model.mtp
 
 
 def _fused(layer: nn.Module, build: Build | None) -> nn.Module:

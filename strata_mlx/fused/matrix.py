@@ -48,6 +48,15 @@ class Matrix:
         """A stack of it alone."""
         return Matrix(self.weight[None], self.scales[None], self.biases[None], self.bits, self.group)
 
+    def columns(self, start: int, stop: int) -> Matrix:
+        """A copy of the columns from ``start`` to ``stop``, both multiples of the span and of the group."""
+        units = (self.span, self.group, self.group)
+        weight, scales, biases = (
+            mx.contiguous(array[..., start // unit : stop // unit])
+            for array, unit in zip(self.arrays, units, strict=True)
+        )
+        return Matrix(weight, scales, biases, self.bits, self.group)
+
     @property
     def outputs(self) -> int:
         return self.weight.shape[-2]

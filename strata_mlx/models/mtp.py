@@ -29,6 +29,9 @@ class DraftHead(nn.Module):
 
     heads: int = 1
     chained: bool = True
+    # What takes a row of logits [1, V] to its likeliest token [1] and the probability of that [1], where there is a
+    # kernel for it.
+    picks: Callable[[mx.array], tuple[mx.array, mx.array]] | None = None
 
     def __init__(self, layers: list[nn.Module], takes: str, mask: Mask = make_mask):
         super().__init__()
@@ -48,6 +51,12 @@ class DraftHead(nn.Module):
         """
         raise NotImplementedError  # each family has its own wiring: this is what they have in common
 
+    def read(
+        self, trunk: Trunk, tokens: mx.array, hidden: mx.array, cache: list[Any] | None = None, head: int = 0
+    ) -> mx.array:
+        """The same with tokens ``[B, T]`` instead of their embeddings."""
+        return self(self.embed(trunk, tokens, head), hidden, cache, head)
+
     def make_cache(self) -> list[Any]:
         """An empty cache for each of ``layers``."""
         return [KVCache() for _ in self.layers]
@@ -59,6 +68,17 @@ class DraftHead(nn.Module):
     def logits(self, trunk: Trunk, hidden: mx.array, head: int = 0) -> mx.array:  # noqa: ARG002
         """Logits ``[B, T, V]``, up to rounding, by what head ``head`` returned."""
         return trunk.rounded_logits(hidden)
+
+    def likeliest(self, trunk: Trunk, hidden: mx.array, head: int = 0) -> tuple[mx.array, mx.array]:
+        """The likeliest token ``[1]`` by one row ``[1, 1, D]`` of what head ``head`` returned, and its probability,
+        a float32 scalar.
+        """
+        logits = self.logits(trunk, hidden, head)[0]
+        if self.picks:
+            token, probability = self.picks(logits)
+            return token, probability[0]
+        logits = logits.astype(mx.float32)
+        return mx.argmax(logits, axis=-1), mx.exp(mx.max(logits) - mx.logsumexp(logits))
 
 
 class MTPHead(DraftHead):
@@ -81,12 +101,17 @@ class MTPHead(DraftHead):
         cache: list[Any] | None = None,
         head: int = 0,  # noqa: ARG002
     ) -> mx.array:
-        cache = cache or [None] * len(self.layers)
         x = self.fc(mx.concatenate([self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)], axis=-1))
+        return self._through(x, cache)
+
+    def _through(self, x: mx.array, cache: list[Any] | None) -> mx.array:
+        """Layers and norm on ``[B, T, D]``."""
+        cache = cache or [None] * len(self.layers)
         mask = self._mask(self.layers[0], x, cache[0])
         for layer, c in zip(self.layers, cache, strict=True):
             x = layer(x, mask, c)
-        return self.norm(x)
+        result: mx.array = self.norm(x)
+        return result
 
 
 class SharedHead(nn.Module):

@@ -75,7 +75,6 @@ class MTPDrafter:
         if "mtp" not in model:
             raise InputError("the model was loaded without an MTP head; load it with mtp=True")
         self._trunk, self._sampling = Trunk(model), sampling
-        self._likeliest = getattr(model, "likeliest", None)  # where there is a kernel for it
         self._head: DraftHead = model.mtp
         self.cache = self._head.make_cache()
         self._observed: list[tuple[mx.array, mx.array]] = []  # tokens [N] and hidden states [1, N, D]
@@ -122,7 +121,7 @@ class MTPDrafter:
         self._chain = Window(self.cache, 1)
         states, drafts, last = self._last, list[mx.array](), self._head.heads - 1
         for number in count():
-            step = self._draft(self._head.logits(self._trunk, states[:, -1:], min(number, last))[:, -1])
+            step = self._draft(states[:, -1:], min(number, last))
             yield step
             drafts.append(step.token)
             if number >= last:  # the last head goes on from what it made itself
@@ -131,23 +130,21 @@ class MTPDrafter:
                 states = _joined(self._waiting[number + 1], states if number else states[:, :0])
             else:
                 states = _joined(self._waiting[number + 1], states[:, :0])
-            states = self._run(min(number + 1, last), states, mx.concatenate(drafts))
+            recent = drafts[-1] if states.shape[1] == 1 else mx.concatenate(drafts)
+            states = self._run(min(number + 1, last), states, recent)
 
     def _run(self, head: int, states: mx.array, tokens: mx.array) -> mx.array:
         """A head on hidden states ``[1, T, D]`` and the last T of ``tokens`` ``[N]``."""
         rows = states.shape[1]
         tokens = tokens if tokens.size == rows else tokens[-rows:]
-        return self._head(self._head.embed(self._trunk, tokens[None], head), states, self.cache, head)
+        return self._head.read(self._trunk, tokens[None], states, self.cache, head)
 
-    def _draft(self, logits: mx.array) -> Step:
-        """A candidate by the head's logits ``[1, V]``."""
-        if self._sampling is None and self._likeliest:
-            token, confidence = self._likeliest(logits)
-            return Step(token, confidence[0])
-        logits = logits.astype(mx.float32)
-        confidence = mx.exp(mx.max(logits) - mx.logsumexp(logits))
+    def _draft(self, state: mx.array, head: int) -> Step:
+        """A candidate by a head's row ``[1, 1, D]``."""
         if self._sampling is None:
-            return Step(mx.argmax(logits, axis=-1), confidence)
+            return Step(*self._head.likeliest(self._trunk, state, head))
+        logits = self._head.logits(self._trunk, state, head)[0].astype(mx.float32)
+        confidence = mx.exp(mx.max(logits) - mx.logsumexp(logits))
         logprobs = self._sampling.logprobs(logits)
         return Step(mx.random.categorical(logprobs), confidence, logprobs[0])
 

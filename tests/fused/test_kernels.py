@@ -71,6 +71,15 @@ def test_project_of_one_matrix_without_norm(bits: int) -> None:
     close(project(x, [w], build=BUILD), wide(x) @ reference.dense(w).T, mx.float32)
 
 
+@pytest.mark.parametrize("bits", [0, 2, 4, 8])
+def test_columns_of_a_matrix(bits: int) -> None:
+    whole = matrix(0, 10, 192, bits=bits, group=64)
+    some = whole.columns(64, 192)
+    np.testing.assert_array_equal(reference.dense(some), reference.dense(whole)[:, 64:])
+    x = random(1, 1, 2, 128)
+    close(project(x, [some], build=BUILD), wide(x) @ reference.dense(whole)[:, 64:].T, mx.float32)
+
+
 @pytest.mark.parametrize("outputs", [2048, 8192])
 def test_project_of_many_outputs(outputs: int) -> None:
     x, w = random(0, 1, 2, 32), matrix(1, outputs, 32)

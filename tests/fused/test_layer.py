@@ -14,15 +14,18 @@ from strata_mlx import RetentionPolicy, SpeculativeDecoder, load, loading
 from strata_mlx.engine import generate_step
 from strata_mlx.experts.slots import UnifiedSlots
 from strata_mlx.fused import layer
+from strata_mlx.fused.draft import FusedHead
 from strata_mlx.fused.layer import FusedEmbedding, FusedLayer, FusedQuantizedLinear, fuse
+from strata_mlx.fused.project import MAX_ROWS
 from strata_mlx.models.moe import blocks, set_routing
+from strata_mlx.models.mtp import MTPHead
 from strata_mlx.models.trunk import Trunk
 from strata_mlx.prefill import make_cache
 from strata_mlx.routing import Residency, Routing, RoutingPolicy
 from strata_mlx.speculation.window import Window
 from tests.experts.streamed import checkpoint, logits, same, splitting, streamed
 from tests.host.host import HostBuild
-from tests.tiny import FAMILIES
+from tests.tiny import FAMILIES, WITH_HEAD
 
 PROMPT = [5, 80, 200, 13, 7, 90, 41, 3, 9, 77, 120]  # more rows than are fused
 
@@ -143,6 +146,27 @@ def test_greedy_speculation_is_plain_decoding(folders: dict[str, Path]) -> None:
     decoder = SpeculativeDecoder(model, prompt=PROMPT, max_tokens=12, max_steps=3, retention=RetentionPolicy(0.0))
     assert [token.token for token in decoder] == plain
     assert decoder.summary.drafted > 0
+
+
+@pytest.mark.parametrize("family", WITH_HEAD)
+def test_a_fused_head_drafts_what_its_own_way_drafts(family: str, folders: dict[str, Path]) -> None:
+    """Prompts, the rows after them, and a chain of one row each."""
+    own, _ = load(folders[family], mtp=True)
+    other = fused(folders[family], mtp=True)
+    assert isinstance(other.mtp, FusedHead) == (type(own.mtp) is MTPHead)
+    hidden = Trunk(own)(mx.array([PROMPT]), make_cache(own)).after
+    found = []
+    for model in (own, other):
+        cache, states = model.mtp.make_cache(), []
+        for start, stop in ((0, MAX_ROWS + 1), (MAX_ROWS + 1, len(PROMPT))):
+            tokens = mx.array([PROMPT[start:stop]])
+            states.append(model.mtp.read(Trunk(model), tokens, hidden[:, start:stop], cache))
+        token, probability = model.mtp.likeliest(Trunk(model), states[-1][:, -1:])
+        states.append(model.mtp.read(Trunk(model), token[None], states[-1][:, -1:], cache))
+        found.append((mx.concatenate(states, axis=1), token.item(), probability))
+    assert found[0][1] == found[1][1]
+    assert mx.allclose(found[0][0], found[1][0], rtol=1e-4, atol=1e-4).item()
+    assert mx.allclose(found[0][2], found[1][2], rtol=1e-4).item()
 
 
 def test_the_output_head_follows_its_weights(folders: dict[str, Path]) -> None:

@@ -60,8 +60,8 @@ def test_text_is_distributed_as_in_plain_sampling(small: nn.Module, options: dic
     assert p_value(small, **options) > 1e-3
 
 
-def _gated_by_the_draw(self: MTPDrafter, logits: mx.array) -> Step:
-    step = DRAFT(self, logits)
+def _gated_by_the_draw(self: MTPDrafter, state: mx.array, head: int) -> Step:
+    step = DRAFT(self, state, head)
     assert step.logprobs is not None
     return step._replace(confidence=mx.exp(step.logprobs[step.token]).squeeze())
 
