@@ -292,6 +292,8 @@ class Probe:
 class _AnyGate:
     """A retention policy that keeps any number of drafts, all equally often. It is its own controller and gate."""
 
+    keeps_all = False
+
     def __init__(self, random: Random):
         self._random = random
         self.kept, self.open, self._most, self._drafts = 0, True, 0, 0

@@ -249,6 +249,8 @@ class AsItPays(RetentionPolicy):
 
 
 class _PacedController:
+    keeps_all = True
+
     def __init__(self) -> None:
         self._pacer, self._drafted = Pacer(), False
 
@@ -302,6 +304,8 @@ def _plan(document: Document, cost: Floats, rate: float) -> list[int]:
 
 
 class _OracleController:
+    keeps_all = True
+
     def __init__(self, plan: list[int]):
         self._plan, self._known = plan, 0
 

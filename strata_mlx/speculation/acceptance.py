@@ -8,6 +8,7 @@ to check, since only the values can tell.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -38,6 +39,13 @@ def accept_greedy(drafts: mx.array, targets: mx.array, *, retained: mx.array | i
     _check_shapes(drafts, targets.shape)
     accepted = _prefix(drafts == targets[..., :-1], retained)
     return Acceptance(accepted, mx.take_along_axis(targets, accepted[..., None], axis=-1).squeeze(-1))
+
+
+def accepted_prefix(drafts: Sequence[int], targets: Sequence[int]) -> int:
+    """The same for ids that the host knows, as it does where nothing on the device goes on from them: how many of
+    ``drafts`` ``[k]`` are what ``targets`` ``[k + 1]`` say.
+    """
+    return next((i for i, draft in enumerate(drafts) if draft != targets[i]), len(drafts))
 
 
 def accept_sampled(

@@ -18,7 +18,7 @@ from ..models.moe import blocks
 from ..models.trunk import Hidden, Trunk
 from ..prefill import Progress, check_tokens, ignore, make_cache, read_tokens, rows_at_a_time
 from ..routing import verify_window
-from .acceptance import accept_greedy, accept_sampled
+from .acceptance import accept_sampled, accepted_prefix
 from .draft import MAX_STEPS, Drafter, MTPDrafter, Step
 from .pacing import Pacer
 from .record import Round, Stopwatch, Summary
@@ -46,7 +46,11 @@ class Token(NamedTuple):
 
 @dataclass
 class _Flight:
-    """A forward of the trunk on its way. ahead: it was launched before the step that it follows had landed."""
+    """A forward of the trunk on its way.
+
+    said: ``[T]``, the trunk's own token after each row; where drafts were drawn, ``[1]``, the one after the accepted
+    ones. ahead: it was launched before the step that it follows had landed.
+    """
 
     window: Window
     tokens: mx.array  # [T], the last committed token and the drafts
@@ -55,10 +59,11 @@ class _Flight:
     hidden: Hidden
     logprobs: mx.array  # [T, V]
     totals: mx.array  # [T, 1], the logarithm of the sum of exponentials of the logits
-    accepted: mx.array | None  # how many drafts the trunk confirms; None where there are none
-    token: mx.array  # [1], the trunk's own after them
+    said: mx.array
+    drawn: mx.array | None  # how many drafts are accepted, where they were drawn
     ahead: bool
-    confidences: tuple[float, ...] = ()
+    made: Sequence[Step] = ()  # all drafts of the round, and what the filler added
+    accepted: int = 0  # once it has landed
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
 
@@ -215,40 +220,40 @@ class SpeculativeDecoder:
         """A plain step on the token that a plain step is about to give, so that the device need not wait for us."""
         if flight.drafts or self._left == 1 or self._drafting:
             return None
-        return self._launch(flight.token, [], self._seen(flight, 1), ahead=True)
+        return self._launch(flight.said, [], self._seen(flight, 1), ahead=True)
 
     def _ask(self) -> Iterator[Step]:
         """Have the device begin with the next drafts: with the whole chain, or with its first step."""
         steps = islice(self._drafters[0].steps(), self._retention.depth(self._most()))
         begun = []
-        for step in steps if self._path == "chained" else islice(steps, 1):
+        for step in steps if self._path == "chained" or self._retention.keeps_all else islice(steps, 1):
             begun.append(step)  # the device is at work on it while we build the next
             evaluate((step.token, step.confidence), "drafting", wait=False)
         return chain(begun, steps)
 
     def _verify(self, before: _Flight, tokens: list[Token], asked: Iterator[Step] | None) -> _Flight:
         """Launch a window of the drafts that are retained; of none, a plain step, where none were ``asked`` for."""
-        kept, confidences = self._retain(asked) if asked else ([], [])
+        kept, made = self._retain(asked) if asked else ([], [])
         seconds = self._watch.lap()
         window = mx.concatenate([mx.array([tokens[-1].token], mx.uint32), *(step.token for step in kept)])
         flight = self._launch(window, kept, self._seen(before, len(tokens)))
-        flight.confidences, flight.draft_seconds = tuple(confidences), seconds
+        flight.made, flight.draft_seconds = made, seconds
         return flight
 
-    def _retain(self, asked: Iterator[Step]) -> tuple[list[Step], list[float]]:
-        """The drafts that pass the gates and what the filler adds, and the confidences of all that were made."""
-        gate = self._retention.gate(self._path)
-        made: list[Step] = []
-        confidences: list[float] = []
-        for step in asked:
-            made.append(step)
-            confidences.append(_confidence(step))
-            gate.offer(confidences[-1])
-            if self._path == "stepwise" and not gate.open:
-                break
-        kept = made[: gate.kept]
+    def _retain(self, asked: Iterator[Step]) -> tuple[list[Step], list[Step]]:
+        """The drafts that pass the gates and what the filler adds, and all that were made."""
+        if self._retention.keeps_all:
+            made = kept = list(asked)
+        else:
+            gate, made = self._retention.gate(self._path), []
+            for step in asked:
+                made.append(step)
+                gate.offer(_confidence(step))
+                if self._path == "stepwise" and not gate.open:
+                    break
+            kept = made[: gate.kept]
         filling = self._fill(kept)
-        return kept + filling, confidences + [_confidence(step) for step in filling]
+        return kept + filling, made + filling
 
     def _fill(self, kept: list[Step]) -> list[Step]:
         """How the filler goes on, if what it proposes begins with the retained drafts."""
@@ -275,26 +280,28 @@ class SpeculativeDecoder:
         totals = mx.logsumexp(logits, axis=-1, keepdims=True)
         logprobs = logits - totals
         # Each further operation costs a plain step 0.5 % on a small model: it gets none that it does not need.
-        accepted, token = self._accept(logits, logprobs, drafts) if drafts else (None, self._sampler(logprobs))
-        flight = _Flight(window, tokens, drafts, seen, hidden, logprobs, totals, accepted, token, ahead)
+        said, drawn = self._judge(logits, logprobs, drafts) if drafts else (self._sampler(logprobs), None)
+        flight = _Flight(window, tokens, drafts, seen, hidden, logprobs, totals, said, drawn, ahead)
         self._wait(flight, wait=False)
         return flight
 
-    def _accept(self, logits: mx.array, logprobs: mx.array, drafts: list[Step]) -> tuple[mx.array, mx.array]:
-        tokens = mx.concatenate([step.token for step in drafts])
+    def _judge(self, logits: mx.array, logprobs: mx.array, drafts: list[Step]) -> tuple[mx.array, mx.array | None]:
+        """What a flight's ``said`` and ``drawn`` are."""
         if isinstance(self._sampler, Sampling):
-            q = _draft_logprobs(drafts, logits.shape[-1])
+            tokens, q = mx.concatenate([step.token for step in drafts]), _draft_logprobs(drafts, logits.shape[-1])
             outcome = accept_sampled(tokens, self._sampler.logprobs(logits), q)
-        else:  # a draft that the sampler repeats is a sample like any other
-            rows = [logprobs] if self._sampler is _likeliest else mx.split(logprobs, len(drafts) + 1)
-            outcome = accept_greedy(tokens, mx.concatenate([self._sampler(row) for row in rows]))
-        return outcome.accepted, outcome.token.reshape(1)
+            return outcome.token.reshape(1), outcome.accepted
+        # A draft that the sampler repeats is a sample like any other.
+        rows = [logprobs] if self._sampler is _likeliest else mx.split(logprobs, len(drafts) + 1)
+        return mx.concatenate([self._sampler(row) for row in rows]), None
 
     def _land(self, flight: _Flight) -> list[Token]:
         """Wait for a forward, keep what the text goes on with, and tell the drafters."""
         self._wait(flight)
         flight.verify_seconds = self._watch.lap()
-        accepted = 0 if flight.accepted is None else integer(flight.accepted)
+        drafts, said = [integer(step.token) for step in flight.drafts], np.array(flight.said).tolist()
+        accepted = accepted_prefix(drafts, said) if flight.drawn is None else integer(flight.drawn)
+        flight.accepted = accepted
         # The sum of exponentials is not finite where one logit is NaN or +inf, or all are -inf.
         totals: Any = flight.totals.tolist()
         if not np.isfinite(totals[: accepted + 1]).all():
@@ -302,12 +309,12 @@ class SpeculativeDecoder:
                 f"the model's logits in round {len(self.rounds) + 1} are not finite: its weights are broken or "
                 f"overflow their type"
             )
-        ids = [integer(token) for token in (*(step.token for step in flight.drafts[:accepted]), flight.token)]
+        ids = [*drafts[:accepted], said[accepted if flight.drawn is None else 0]]
         ids = ids[: 1 + next((i for i, token in enumerate(ids) if token in self._stops), len(ids))]
         self._left -= len(ids)
         if flight.drafts:
             flight.window.commit(len(ids))
-        self._observe(mx.array(ids, mx.uint32) if flight.drafts else flight.token, flight.hidden.first(len(ids)))
+        self._observe(mx.array(ids, mx.uint32) if flight.drafts else flight.said, flight.hidden.first(len(ids)))
         return [Token(token, flight.logprobs[i], i < accepted) for i, token in enumerate(ids)]
 
     def _observe(self, tokens: mx.array, hidden: Hidden) -> None:
@@ -317,9 +324,9 @@ class SpeculativeDecoder:
     def _record(self, flight: _Flight, committed: int, commit_seconds: float, steady: bool) -> None:
         """``steady``: plain steps go on, so that this one's time is that of a plain step."""
         times = self._times([flight.draft_seconds, flight.verify_seconds, commit_seconds])
-        accepted = 0 if flight.accepted is None else integer(flight.accepted)
-        record = Round(flight.confidences, len(flight.drafts), accepted, committed, *times)
-        if flight.confidences:
+        confidences = tuple(_confidence(step) for step in flight.made)
+        record = Round(confidences, len(flight.drafts), flight.accepted, committed, *times)
+        if confidences:
             self._pacer.round(record.seconds, committed)
         elif flight.ahead and steady:
             self._pacer.step(record.seconds)
@@ -334,7 +341,7 @@ class SpeculativeDecoder:
             mx.clear_cache()
 
     def _wait(self, flight: _Flight, wait: bool = True) -> None:
-        arrays = (flight.accepted, flight.token, flight.logprobs, flight.totals)
+        arrays = (flight.said, flight.drawn, flight.logprobs, flight.totals)
         evaluate([array for array in arrays if array is not None], f"computing round {len(self.rounds) + 1}", wait=wait)
 
     def _seen(self, flight: _Flight, kept: int) -> mx.array:

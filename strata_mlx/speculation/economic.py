@@ -130,6 +130,8 @@ class EconomicController:
     the best number is none, drafting is probed, within the share of the time that pacing allows.
     """
 
+    keeps_all = False
+
     def __init__(self, policy: EconomicPolicy):
         self._policy, self._begun = policy, False
         self._unknown = self._drafted = self._stepwise = False  # a round on its way; the latest one drafted; the path

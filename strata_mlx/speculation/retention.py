@@ -50,7 +50,13 @@ class Gate(Protocol):
 
 
 class Controller(Protocol):
-    """A policy at work on one text."""
+    """A policy at work on one text.
+
+    keeps_all: whether every draft is verified, whatever its confidence, so that nobody need wait for that.
+    """
+
+    @property
+    def keeps_all(self) -> bool: ...
 
     def depth(self, most: int) -> int:
         """How many drafts, up to ``most``, to make for the next round; 0 is a plain step."""
@@ -99,6 +105,11 @@ class RetentionPolicy:
     def opted_in(self) -> bool:
         """Whether the new rule is on."""
         return self.schedule is not None or self.min_cum_p > 0
+
+    @property
+    def keeps_all(self) -> bool:
+        """Without any floor."""
+        return not self.opted_in and self.min_p == 0
 
     def floor(self, step: int) -> float:
         """What the candidate of this step (0, 1, ...) must reach by itself."""

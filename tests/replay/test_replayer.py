@@ -27,6 +27,8 @@ from tests.replay.conftest import COSTS
 class Scripted:
     """A policy that makes and keeps so many drafts as ``script`` says, round by round, and 0 is a plain step."""
 
+    keeps_all = False
+
     def __init__(self, script: Sequence[tuple[int, int]]):
         self.script = script
         self.learned: list[Round] = []

@@ -219,6 +219,7 @@ def greedy_keeps_the_common_prefix() -> None:
             for retained in range(k + 1):
                 got = acceptance.accept_greedy(mx.array(drafts, mx.uint32), mx.array(targets), retained=retained)
                 assert (got.accepted.item(), got.token.item()) == (min(n, retained), targets[min(n, retained)])
+            assert acceptance.accepted_prefix(drafts, targets) == n
 
 
 @_property

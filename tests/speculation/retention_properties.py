@@ -49,6 +49,16 @@ def the_next_number_above_does_not_pass(policy: RetentionPolicy, probs: list[flo
 
 
 @_property
+def what_keeps_all_keeps_every_probability(policy: RetentionPolicy, probs: list[float]) -> None:
+    sound = _sound(probs)
+    for each in (policy, RetentionPolicy(), RetentionPolicy(schedule=(0.0,)), RetentionPolicy(5e-324)):
+        if each.keeps_all:
+            assert all(each.retain(sound, path) == len(sound) for path in PATHS)
+        else:
+            assert any(each.retain([p], "chained") == 0 for p in (0.0, math.nan))
+
+
+@_property
 def every_round_starts_anew(policy: RetentionPolicy, probs: list[float]) -> None:
     for path in PATHS:
         first = policy.retain(probs, path)

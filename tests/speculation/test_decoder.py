@@ -18,6 +18,7 @@ from strata_mlx.models.moe import set_routing
 from strata_mlx.models.trunk import Hidden, Trunk
 from strata_mlx.prefill import make_cache
 from strata_mlx.routing import Residency, Routing, RoutingPolicy, select_ops
+from strata_mlx.speculation import decoder
 from strata_mlx.speculation.decoder import SpeculativeDecoder
 from strata_mlx.speculation.draft import MTPDrafter, PromptLookupDrafter, Step
 from strata_mlx.speculation.sampling import Sampling
@@ -113,6 +114,26 @@ def test_logprobs_are_those_of_plain_decoding(model: nn.Module) -> None:
     for token, wanted in zip(decoder, expected, strict=True):
         assert token.logprobs.shape == wanted.shape
         assert mx.abs(token.logprobs - wanted).max() < 1e-4
+
+
+def test_only_gates_wait_for_confidences(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all drafts are kept, the window is launched while they are still being made."""
+    told: list[str] = []
+    for name in ("_confidence", "_launch"):
+        owner = decoder if name == "_confidence" else SpeculativeDecoder
+        own = getattr(owner, name)
+
+        def tell(*args: Any, own: Any = own, name: str = name, **kwargs: Any) -> Any:
+            told.append(name)
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, tell)
+    for retention, first in ((RetentionPolicy(), "_launch"), (RetentionPolicy(1e-9), "_confidence")):
+        told.clear()
+        decode(model, max_tokens=5, max_steps=2, retention=retention)
+        assert told[0] == "_launch"  # of the prompt's last token
+        assert told[1] == first
+        assert "_confidence" in told
 
 
 @pytest.mark.parametrize("count", range(14))
