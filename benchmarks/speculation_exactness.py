@@ -5,8 +5,9 @@
 Greedy: held-out prompts, decoded plainly and under every policy, drafting path and chain length; differences count
 where the trunk's two best logits are more than 1e-4 apart, and the others are listed. Caches: after every accepted
 length of a window of eight. Sampled: rounds drawn from a small-vocabulary model, against the enumerated law of accepted
-length and tokens, for a batch of sequences with different contexts. All in float32. The full grid takes hours on two
-cores: --jobs spreads the prompts over processes, --configurations lets each prompt take that many of the 24 in turn.
+length and tokens, for a batch of sequences with different contexts. All in float32, unless --weights embedded leaves
+the embedded model as it is, which is what kernels are made for. The full grid takes hours on two cores: --jobs spreads
+the prompts over processes, --configurations lets each prompt take that many of them in turn.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from benchmarks import heldout, report
 from benchmarks.models import embedded_as_float32
 from strata_mlx import RetentionPolicy, SpeculativeDecoder, load
 from strata_mlx.engine import generate_step
+from strata_mlx.hub import EMBEDDED
 from strata_mlx.models.trunk import Trunk
 from strata_mlx.prefill import make_cache
 from strata_mlx.speculation.acceptance import accept_sampled
@@ -50,16 +52,17 @@ POLICIES = {
     "schedule": RetentionPolicy(schedule=(0.10, 0.35, 0.55)),
     "cumulative": RetentionPolicy(min_cum_p=0.25),
     "both": RetentionPolicy(schedule=(0.10, 0.35, 0.55), min_cum_p=0.20),
+    "every draft": RetentionPolicy(),
 }
-CONFIGURATIONS = list(product(POLICIES, ("chained", "stepwise"), (1, 3, 7)))
+CONFIGURATIONS = list(product(POLICIES, ("chained", "stepwise"), (1, 3, 7, MAX_STEPS)))
 VOCABULARY, DRAFTS, SEQUENCES = 5, 2, 4  # of the sampled check
 Floats = NDArray[np.float64]
 
 
-def greedy(dense: Path, prompts: list[list[int]], tokens: int, per_prompt: int, jobs: int) -> dict[str, Any]:
+def greedy(weights: Path, prompts: list[list[int]], tokens: int, per_prompt: int, jobs: int) -> dict[str, Any]:
     """A prompt counts up to the first position where the texts part."""
     differences, compared, rows = [], 0, Counter[str]()
-    check = partial(check_prompt, dense, mx.default_device().type.name, tokens, per_prompt)
+    check = partial(check_prompt, weights, mx.default_device().type.name, tokens, per_prompt)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         checked = pool.map(check, range(len(prompts)), prompts)
         for parted, same, counts in tqdm(checked, total=len(prompts), desc="Greedy", unit="prompt"):
@@ -78,11 +81,11 @@ def greedy(dense: Path, prompts: list[list[int]], tokens: int, per_prompt: int, 
 
 
 def check_prompt(
-    dense: Path, device: str, tokens: int, per_prompt: int, number: int, prompt: list[int]
+    weights: Path, device: str, tokens: int, per_prompt: int, number: int, prompt: list[int]
 ) -> tuple[list[dict[str, Any]], int, Counter[str]]:
     """Where the speculative texts of one prompt part from the plain one, tokens compared, and what was drafted."""
     mx.set_default_device(mx.Device(getattr(mx, device)))
-    model = loaded(dense)
+    model = loaded(weights)
     differences, compared, rows = [], 0, Counter[str]()
     plain = list(generate_step(mx.array(prompt), model, max_tokens=tokens))
     for index in range(number * per_prompt, (number + 1) * per_prompt):
@@ -102,9 +105,9 @@ def check_prompt(
 
 
 @cache
-def loaded(dense: Path) -> nn.Module:
+def loaded(weights: Path) -> nn.Module:
     """The model of this process."""
-    return load(dense, mtp=True)[0]
+    return load(weights, mtp=True)[0]
 
 
 def caches(model: nn.Module, prompts: list[list[int]]) -> list[dict[str, Any]]:
@@ -227,14 +230,16 @@ def tally(accepted: Any, drafts: Any, tokens: Any) -> Counter[tuple[int, ...]]:
 
 
 def run(work: Path, args: Any) -> dict[str, Any]:
-    dense = embedded_as_float32(work / "float32")
-    model, tokenizer = load(dense, mtp=True)
+    weights = EMBEDDED if args.weights == "embedded" else embedded_as_float32(work / "float32")
+    model, tokenizer = load(weights, mtp=True)
     prompts = heldout.windows(tokenizer, args.prompts, PROMPT_TOKENS)
-    result = greedy(dense, prompts, args.tokens, args.configurations, args.jobs)
+    result = greedy(weights, prompts, args.tokens, args.configurations, args.jobs)
     states = caches(model, prompts[: args.cache_prompts])
     laws_drawn = sampled(work / "small", args.draws, args.seeds)
     return {
         **result,
+        "weights": args.weights,
+        "device": mx.default_device().type.name,
         "prompts": args.prompts,
         "configurations_per_prompt": args.configurations,
         "largest_cache_difference": max(max(v for k, v in row.items() if k != "accepted") for row in states),
@@ -248,7 +253,8 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--prompts", type=int, default=200, help="held-out prompts")
     parser.add_argument("--tokens", type=int, default=128, help="tokens for each of them")
-    parser.add_argument("--configurations", type=int, default=len(CONFIGURATIONS), help="of the 24, for each prompt")
+    parser.add_argument("--configurations", type=int, default=len(CONFIGURATIONS), help="of all, for each prompt")
+    parser.add_argument("--weights", choices=("float32", "embedded"), default="float32")
     parser.add_argument("--jobs", type=int, default=1, help="processes that the prompts are spread over")
     parser.add_argument("--device", choices=("cpu", "gpu"), help="by default MLX's own choice")
     parser.add_argument("--cache-prompts", type=int, default=10, help="prompts whose caches are compared")
