@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import speculation_exactness, speculation_speed
 from benchmarks.speculation_exactness import VOCABULARY, enumerate_law, laws
+from strata_mlx.speculation.record import Round
 
 
 def report(benchmark: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *options: str) -> Any:
@@ -44,4 +45,13 @@ def test_every_way_of_decoding_is_measured(capsys: pytest.CaptureFixture[str], m
     assert by_name["plain"]["speedup"] == 1
     assert len(by_name["depth 4"]["acceptance"]) == 4
     assert by_name["depth 1"]["acceptance"][0] > 0.5
+    assert by_name["mlx_lm"]["over_mlx_lm"] == 1
+    assert by_name["depth 1"]["speedup_of_48_layers"] > 0
     assert set(by_name["auto"]["speedup_by_set"]) == {"mlx", "mlx_lm", "huggingface_hub"}
+
+
+def test_a_trunk_of_more_layers_makes_drafts_cheaper() -> None:
+    rounds = [Round((0.9,), 1, 1, 2, draft_seconds=1.0, verify_seconds=3.0, commit_seconds=1.0)]
+    assert speculation_speed.with_layers(1, rounds, 2.0) == 2.0 * 2 / (1 + 4)
+    assert speculation_speed.with_layers(6, rounds, 2.0) == 12.0 * 2 / (1 + 24)
+    assert speculation_speed.with_layers(6, [], 2.0) is None
