@@ -9,7 +9,8 @@ CPU with scales in float32, which it multiplies faster. Fixed depths keep every 
 --max-steps.
 
 What a draft costs beside a step depends on how many layers the trunk has. The column for 48 layers is arithmetic: the
-measured rounds, with steps and windows longer in proportion and drafts as they are.
+measured rounds, with steps and windows longer in proportion and drafts as they are. Where no gate waits for the drafts,
+most of their time is their window's, and that column says too little.
 """
 
 from __future__ import annotations

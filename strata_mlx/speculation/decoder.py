@@ -61,8 +61,8 @@ class _Flight:
     totals: mx.array  # [T, 1], the logarithm of the sum of exponentials of the logits
     said: mx.array
     drawn: mx.array | None  # how many drafts are accepted, where they were drawn
+    made: Sequence[Step]  # all drafts of the round, and what the filler added
     ahead: bool
-    made: Sequence[Step] = ()  # all drafts of the round, and what the filler added
     accepted: int = 0  # once it has landed
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -223,10 +223,14 @@ class SpeculativeDecoder:
         return self._launch(flight.said, [], self._seen(flight, 1), ahead=True)
 
     def _ask(self) -> Iterator[Step]:
-        """Have the device begin with the next drafts: with the whole chain, or with its first step."""
+        """Have the device begin with the next drafts: with the whole chain, or with its first step. Drafts that nobody
+        waits for go to it with their window, which takes the host less time.
+        """
         steps = islice(self._drafters[0].steps(), self._retention.depth(self._most()))
+        if self._retention.keeps_all:
+            return steps
         begun = []
-        for step in steps if self._path == "chained" or self._retention.keeps_all else islice(steps, 1):
+        for step in steps if self._path == "chained" else islice(steps, 1):
             begun.append(step)  # the device is at work on it while we build the next
             evaluate((step.token, step.confidence), "drafting", wait=False)
         return chain(begun, steps)
@@ -236,8 +240,8 @@ class SpeculativeDecoder:
         kept, made = self._retain(asked) if asked else ([], [])
         seconds = self._watch.lap()
         window = mx.concatenate([mx.array([tokens[-1].token], mx.uint32), *(step.token for step in kept)])
-        flight = self._launch(window, kept, self._seen(before, len(tokens)))
-        flight.made, flight.draft_seconds = made, seconds
+        flight = self._launch(window, kept, self._seen(before, len(tokens)), made)
+        flight.draft_seconds = seconds
         return flight
 
     def _retain(self, asked: Iterator[Step]) -> tuple[list[Step], list[Step]]:
@@ -267,7 +271,9 @@ class SpeculativeDecoder:
         """How many drafts a window may hold, so that no token comes after max_tokens."""
         return self._max_steps if self._left < 0 else min(self._max_steps, self._left - 1)
 
-    def _launch(self, tokens: mx.array, drafts: list[Step], seen: mx.array, ahead: bool = False) -> _Flight:
+    def _launch(
+        self, tokens: mx.array, drafts: list[Step], seen: mx.array, made: Sequence[Step] = (), ahead: bool = False
+    ) -> _Flight:
         """One forward over the last committed token and ``drafts``, and all that follows from its logits."""
         window = Window(self.cache, tokens.size)
         with verify_window():
@@ -281,7 +287,7 @@ class SpeculativeDecoder:
         logprobs = logits - totals
         # Each further operation costs a plain step 0.5 % on a small model: it gets none that it does not need.
         said, drawn = self._judge(logits, logprobs, drafts) if drafts else (self._sampler(logprobs), None)
-        flight = _Flight(window, tokens, drafts, seen, hidden, logprobs, totals, said, drawn, ahead)
+        flight = _Flight(window, tokens, drafts, seen, hidden, logprobs, totals, said, drawn, made, ahead)
         self._wait(flight, wait=False)
         return flight
 
@@ -341,7 +347,7 @@ class SpeculativeDecoder:
             mx.clear_cache()
 
     def _wait(self, flight: _Flight, wait: bool = True) -> None:
-        arrays = (flight.said, flight.drawn, flight.logprobs, flight.totals)
+        arrays = (flight.said, flight.drawn, flight.logprobs, flight.totals, *(step.confidence for step in flight.made))
         evaluate([array for array in arrays if array is not None], f"computing round {len(self.rounds) + 1}", wait=wait)
 
     def _seen(self, flight: _Flight, kept: int) -> mx.array:
