@@ -8,8 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 
-from ..device import on_cpu
-from .few_rows import multiply
+from .few_rows import multiply, takes
 
 
 class Hidden(NamedTuple):
@@ -39,7 +38,7 @@ class Trunk:
         self.layers: list[nn.Module] = language.model.layers
         self.norm: nn.Module = language.model.norm
         self._mask = getattr(language, "make_mask", make_mask)
-        self._head = None if language.args.tie_word_embeddings else language.lm_head
+        self.head: Any = None if language.args.tie_word_embeddings else language.lm_head
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> Hidden:
         """The model's own operations, bit for bit. ``cache`` has an entry per layer."""
@@ -54,13 +53,10 @@ class Trunk:
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Of normed hidden states ``[B, T, D]``: ``[B, T, V]``."""
-        return self.embed.as_linear(hidden) if self._head is None else self._head(hidden)
+        return self.embed.as_linear(hidden) if self.head is None else self.head(hidden)
 
     def rounded_logits(self, hidden: mx.array) -> mx.array:
         """logits() up to rounding, sooner where there is a faster way, for verify windows and drafts: their tokens are
         those of the exact ones unless two logits are equal within rounding. May evaluate ``hidden``.
         """
-        head: Any = self._head
-        if on_cpu() and type(head) is nn.Linear and "bias" not in head and head.weight.dtype == mx.float32:
-            return multiply(hidden, head.weight.T)
-        return self.logits(hidden)
+        return multiply(hidden, self.head.weight) if takes(self.head) else self.logits(hidden)

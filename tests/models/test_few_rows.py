@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strata_mlx import load
+from strata_mlx.models import few_rows
 from strata_mlx.models import trunk as trunks
 from strata_mlx.models.few_rows import multiply
 from strata_mlx.models.trunk import Trunk
@@ -25,7 +26,7 @@ from strata_mlx.models.trunk import Trunk
 def test_it_is_the_product(batch: int, rows: int, inputs: int, outputs: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     x, weight = random.standard_normal((batch, rows, inputs)), random.standard_normal((inputs, outputs))
-    found = multiply(mx.array(x, mx.float32), mx.array(weight, mx.float32))
+    found = multiply(mx.array(x, mx.float32), mx.array(weight.T, mx.float32))
     assert found.shape == (batch, rows, outputs)
     np.testing.assert_allclose(np.array(found), x @ weight, atol=2e-4)
 
@@ -55,7 +56,7 @@ def test_logits_of_a_window_are_exact_up_to_rounding(monkeypatch: pytest.MonkeyP
 
 
 def test_a_gpu_multiplies_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trunks, "on_cpu", lambda: False)
+    monkeypatch.setattr(few_rows, "on_cpu", lambda: False)
     trunk = Trunk(load()[0])
     hidden = mx.ones((1, 4, 256))
     assert mx.array_equal(trunk.rounded_logits(hidden), trunk.logits(hidden))
