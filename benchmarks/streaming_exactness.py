@@ -38,6 +38,7 @@ from strata_mlx.loading import load_tokenizer
 from strata_mlx.models.plan import plan_model
 from strata_mlx.models.trunk import Trunk
 from strata_mlx.prefill import make_cache
+from strata_mlx.speculation import draft
 from tests.tiny import hugging_face, read
 
 SLOTS = (10, 12, 16, 32, 64, 128)
@@ -98,8 +99,8 @@ def separate(folder: Path) -> Path:
 
 @contextmanager
 def recorded() -> Iterator[Rows]:
-    """All logits that are asked of a trunk, exact ones of windows and drafts too: the head of a model without a budget
-    would round those otherwise.
+    """All logits that are asked of a trunk, exact ones of windows and drafts too: a model without a budget would round
+    those of its output head and its MTP head otherwise.
     """
     rows: list[mx.array] = []
     result: Rows = []
@@ -109,7 +110,11 @@ def recorded() -> Iterator[Rows]:
         rows.append(original(self, hidden))
         return rows[-1]
 
-    with patch.object(Trunk, "logits", logits), patch.object(Trunk, "rounded_logits", logits):
+    with (
+        patch.object(Trunk, "logits", logits),
+        patch.object(Trunk, "rounded_logits", logits),
+        patch.object(draft, "for_drafts", lambda head: head),
+    ):
         yield result
     result.extend(np.array(array.astype(mx.float32)).reshape(-1, array.shape[-1]) for array in rows)
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..models.mtp import DraftHead
+from ..models.numpy_head import for_drafts
 from ..models.trunk import Hidden, Trunk
 from .sampling import Sampling
 from .window import Window
@@ -75,7 +76,7 @@ class MTPDrafter:
         if "mtp" not in model:
             raise InputError("the model was loaded without an MTP head; load it with mtp=True")
         self._trunk, self._sampling = Trunk(model), sampling
-        self._head: DraftHead = model.mtp
+        self._head: DraftHead = for_drafts(model.mtp)
         self.cache = self._head.make_cache()
         self._observed: list[tuple[mx.array, mx.array]] = []  # tokens [N] and hidden states [1, N, D]
         # By head, hidden states [1, N, D] whose tokens are not yet committed.
