@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 
+from ..device import evaluate, on_cpu
 from .few_rows import multiply, takes
 
 
@@ -40,8 +41,11 @@ class Trunk:
         self._mask = getattr(language, "make_mask", make_mask)
         self.head: Any = None if language.args.tie_word_embeddings else language.lm_head
 
-    def __call__(self, tokens: mx.array, cache: list[Any]) -> Hidden:
-        """The model's own operations, bit for bit. ``cache`` has an entry per layer."""
+    def __call__(self, tokens: mx.array, cache: list[Any], *, begin: bool = False) -> Hidden:
+        """The model's own operations, bit for bit. ``cache`` has an entry per layer.
+
+        begin: have a CPU compute each layer while the next one's operations are still being listed.
+        """
         x = self.embed(tokens)
         masks: dict[tuple[bool, bool], Any] = {}
         for layer, c in zip(self.layers, cache, strict=True):
@@ -49,6 +53,8 @@ class Trunk:
             if kind not in masks:  # of the first layer of each kind, as in mlx-lm
                 masks[kind] = self._mask(layer, x, c)
             x = layer(x, mask=masks[kind], cache=c)
+            if begin and on_cpu():
+                evaluate(x, "computing a layer", wait=False)
         return Hidden(x, self.norm(x))
 
     def logits(self, hidden: mx.array) -> mx.array:

@@ -277,7 +277,7 @@ class SpeculativeDecoder:
         """One forward over the last committed token and ``drafts``, and all that follows from its logits."""
         window = Window(self.cache, tokens.size)
         with verify_window():
-            hidden = self._trunk(tokens[None], window.layers)
+            hidden = self._trunk(tokens[None], window.layers, begin=bool(drafts))
         # A plain step has the bits of plain decoding. A window is greedy up to logits that are equal within rounding.
         logits = (self._trunk.rounded_logits if drafts else self._trunk.logits)(hidden.after)[0]  # [T, V]
         if self._processors:
