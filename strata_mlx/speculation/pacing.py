@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 SHARE = 0.01  # of the time so far, what drafting that did not pay may have cost
-FIRST_STEPS = 16  # plain steps before the first round, which measure what a token costs
+TRIAL = 4  # plain steps that it may have cost in any text, however short: a few rounds without luck
+FIRST_STEPS = 8  # plain steps before the first round, which measure what a token costs
 _RECENT = 16  # rounds by which it is judged whether drafting pays
 _SMOOTHING = 32  # plain steps that the cost of a token is averaged over
 
@@ -13,10 +14,10 @@ _SMOOTHING = 32  # plain steps that the cost of a token is averaged over
 class Pacer:
     """Measures plain steps and rounds, and says which comes next.
 
-    A round loses what it took beyond the time in which plain steps give as many tokens. Losses and gains are booked,
-    gains only against earlier losses. There is drafting while what was lost, and what a round is expected to lose, stay
-    within SHARE of the time so far. So what does not pay is tried the more rarely the more it loses, and costs no more
-    than that share; what pays goes on.
+    A round loses what it took beyond the time in which plain steps give as many tokens. What pays by the average of the
+    latest rounds goes on. Losses and gains are booked, gains only against earlier losses. What does not pay is tried
+    while what was lost, and what a round is expected to lose, stay within SHARE of the time so far, or within TRIAL
+    plain steps. So it is tried the more rarely the more it loses, and costs no more than that.
 
     always: draft in every round, whatever it costs. plain: seconds of a plain step, where they are known before one
     was measured.
@@ -53,11 +54,15 @@ class Pacer:
         """Whether the next round should draft."""
         if self._always or self._steps < FIRST_STEPS:
             return self._always
-        return self.affords(0.0)
+        return self._latest < 0 or self._loss + self._latest <= max(SHARE * self._elapsed, TRIAL * self._plain)
 
     def affords(self, expected: float) -> bool:
         """Whether a round stays within the share that is expected to lose so many seconds, or as many as the latest
         rounds did, if that is more.
         """
-        latest = sum(self._losses) / max(len(self._losses), 1)
-        return self._loss + max(expected, latest) <= SHARE * self._elapsed
+        return self._loss + max(expected, self._latest) <= SHARE * self._elapsed
+
+    @property
+    def _latest(self) -> float:
+        """Seconds that a round lost, on the average of the latest ones."""
+        return sum(self._losses) / max(len(self._losses), 1)

@@ -1,8 +1,10 @@
 """Drafting goes on while it pays, and costs little where it does not."""
 
+from itertools import count
+
 import pytest
 
-from strata_mlx.speculation.pacing import FIRST_STEPS, SHARE, Pacer
+from strata_mlx.speculation.pacing import FIRST_STEPS, SHARE, TRIAL, Pacer
 
 
 def run(pacer: Pacer, tokens: int, round_seconds: float, per_round: int) -> tuple[float, int]:
@@ -23,6 +25,26 @@ def test_what_does_not_pay_costs_little(cost: float) -> None:
     seconds, rounds = run(Pacer(), 2000, cost, 1)
     assert seconds <= 2000 * (1 + SHARE) + cost
     assert rounds >= 1
+
+
+@pytest.mark.parametrize("tokens", [FIRST_STEPS, 64, 128])
+@pytest.mark.parametrize("cost", [1.05, 1.5, 2.0, 4.0, 20.0])
+def test_in_a_short_text_it_costs_a_trial(cost: float, tokens: int) -> None:
+    assert run(Pacer(), tokens, cost, 1)[0] <= tokens + TRIAL + cost - 1
+
+
+@pytest.mark.parametrize("unlucky", [0, 1, 5, 30])
+def test_a_round_without_luck_does_not_end_what_pays(unlucky: int) -> None:
+    pacer, made = Pacer(), 0
+    for _ in range(FIRST_STEPS):
+        pacer.step(1.0)
+    for number in count():
+        assert pacer.drafting
+        tokens = 1 if number in (unlucky, unlucky + 1) else 3
+        pacer.round(2.3, tokens)
+        made += tokens
+        if made > 128:
+            return
 
 
 @pytest.mark.parametrize("cost", [1.5, 2.0, 4.0])
