@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .device import evaluate, integer
 from .errors import Fault, InputError
+from .experts.ahead import a_layer_ahead
 from .experts.pressure import relieve
 from .experts.streaming import streaming_of
 from .experts.traffic import Traffic
@@ -100,7 +101,8 @@ def generate_step(
 
     def step(tokens: mx.array, number: int) -> tuple[mx.array, mx.array, mx.array]:
         nonlocal seen
-        logits = model(tokens[None], cache=cache)[:, -1, :]
+        with a_layer_ahead(model):
+            logits = model(tokens[None], cache=cache)[:, -1, :]
         if logits_processors:
             seen = mx.concatenate([seen, tokens])
             for process in logits_processors:

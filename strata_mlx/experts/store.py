@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from types import TracebackType
 from typing import Any
 
@@ -91,6 +92,17 @@ class ExpertStore:
                 self._pool = Pool(self.settings.threads)
             self._pool.start(reads, len(jobs))
         return reads
+
+    def fetch(self, layer: int, jobs: Sequence[Job]) -> tuple[int, float]:
+        """Read experts, as start() and wait() do; return the bytes read and the seconds that threads spent on it."""
+        if self.settings.threads > 1:
+            reads = self.start(layer, jobs)
+            reads.wait()
+            return reads.nbytes, reads.seconds
+        start = perf_counter()
+        nbytes = sum([self._read(layer, *job) for job in jobs])
+        self._check_unchanged(layer)
+        return nbytes, perf_counter() - start
 
     def drain(self) -> None:
         """Give up what start() began last, and return when no read writes to its memory any more."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..device import evaluate
 from ..routing.residency import HasResident
+from .ahead import Ahead
 from .eviction import Ids
 from .slots import Compute, Promise, SlotPool, apply
 from .table import SlotTable
@@ -31,14 +32,16 @@ TIME_ONE_IN = 64  # computations that reads overlap, to know which reads the dev
 class StreamedExperts(nn.Module):
     """Takes the place of mlx-lm's SwitchGLU in a MoE block. Its output is the same to the bit, whatever is in memory.
 
-    place: index of the layer in ``store``. traffic: counters, which layers share.
+    place: index of the layer in ``store``. traffic: counters, and ahead: the layer that is behind, which layers share.
+    followed: whether another of them always comes after this one in the same forward.
     """
 
-    def __init__(self, pool: SlotPool, table: SlotTable, store: ExpertStore, place: int, traffic: Traffic):
+    def __init__(self, pool: SlotPool, table: SlotTable, store: ExpertStore, place: int, traffic: Traffic, ahead: Ahead):
         super().__init__()
         self.table = table
         self.place = place
-        self._pool, self._store, self._traffic = pool, store, traffic
+        self.followed = False
+        self._pool, self._store, self._traffic, self._ahead = pool, store, traffic, ahead
         self._read_seconds = 0.0  # for an expert, a moving average
         self._pair_seconds, self._timed = 0.0, 0
         self._open = False  # while the table is between two consistent states
@@ -67,7 +70,6 @@ class StreamedExperts(nn.Module):
         except BaseException:
             self._recover()
             raise
-        self._open = False
         self._traffic.host_seconds += perf_counter() - start
         return result
 
@@ -84,32 +86,47 @@ class StreamedExperts(nn.Module):
         meanwhile: mx.array | None,
         compute: Compute,
     ) -> mx.array:
+        behind = self._ahead.take()
+        if behind:
+            behind.tell()
         start = perf_counter()
         evaluate(ids, "choosing experts", wait=False)
         rows = ids.size // ids.shape[-1]
-        if meanwhile is not None:
+        waits = rows <= DECODE_ROWS and self._can_wait(ids.size)
+        if meanwhile is not None and not waits:
             evaluate(meanwhile, "computing the shared expert", wait=False)
-        launched = perf_counter()
+        self._waited(perf_counter() - start)
+        if behind:
+            behind.end()
         # Until the ids are there, the host does all that does not need them.
         promise = self._promise(x, ids.shape, compute) if rows <= DECODE_ROWS else None
         result = mix(promise.outputs) if promise else None
         self._pool.settle()
+        window = _Window(self, x, ids, promise, compute)
+        if waits and result is not None:
+            self._ahead.put(window)
+            return result
         self.table.rank(2 * ids.shape[-1])
-        ready = perf_counter()
-        evaluate(ids, "choosing experts")
-        known = perf_counter()
-        chosen = np.array(ids).astype(np.intp)
-        outputs = self._apply(x, chosen, promise, compute)
+        outputs = window.tell()
         if promise is None or result is None or outputs is not promise.outputs:
             result = mix(outputs)
         evaluate(result, "computing experts", wait=False)
-        self.table.used(chosen.reshape(-1, chosen.shape[-1]))
+        window.end()
         if rows > DECODE_ROWS:  # results of many rows are not kept until the next window
             self._pool.settle()
-        waited = launched - start + known - ready
-        self._traffic.compute_seconds += waited
-        self._traffic.host_seconds -= waited
         return result
+
+    def _can_wait(self, pairs: int) -> bool:
+        """Whether the next layer may be prepared before the experts of this one are known: where the promise is kept
+        whatever they are, without waves, and without computing apart with those that are in memory.
+        """
+        quick = pairs * self._read_seconds <= SPLIT_SECONDS
+        return self._ahead.open and self.followed and quick and self.table.takes(pairs)
+
+    def _waited(self, seconds: float) -> None:
+        """Of the host's time so many were the device's."""
+        self._traffic.compute_seconds += seconds
+        self._traffic.host_seconds -= seconds
 
     @property
     def known(self) -> HasResident:
@@ -201,15 +218,14 @@ class StreamedExperts(nn.Module):
         begin = perf_counter()
         targets = self._pool.write([slot for _, slot in pairs])
         free = perf_counter()
-        reads = self._store.start(self.place, list(zip(experts.tolist(), targets, strict=True)))
-        reads.wait()
+        nbytes, seconds = self._store.fetch(self.place, list(zip(experts.tolist(), targets, strict=True)))
         done = perf_counter()
         self._pool.land()
         self.table.commit(pairs)
-        self._read_seconds += 0.1 * (reads.seconds / len(pairs) - self._read_seconds)
+        self._read_seconds += 0.1 * (seconds / len(pairs) - self._read_seconds)
         traffic = self._traffic
-        traffic.bytes += reads.nbytes
-        traffic.read_seconds += reads.seconds
+        traffic.bytes += nbytes
+        traffic.read_seconds += seconds
         traffic.compute_seconds += free - begin
         traffic.stall_seconds += max(0.0, done - max(free, busy_until))
         traffic.host_seconds -= done - begin
@@ -242,6 +258,34 @@ class StreamedExperts(nn.Module):
         self._store.drain()
         self.table.recover()
         self._open = False
+
+
+class _Window:
+    """One call of a layer, from when its experts are being chosen to when the device knows what to compute."""
+
+    def __init__(self, layer: StreamedExperts, x: mx.array, ids: mx.array, promise: Promise | None, compute: Compute):
+        self._layer, self._x, self._ids, self._promise, self._compute = layer, x, ids, promise, compute
+        self._chosen: Ids | None = None
+
+    def tell(self) -> mx.array:
+        """Wait for the ids, read what is missing, and return the outputs by rank, on their way: those of the promise,
+        if it can be fulfilled.
+        """
+        layer, start = self._layer, perf_counter()
+        try:
+            evaluate(self._ids, "choosing experts")
+            layer._waited(perf_counter() - start)
+            self._chosen = np.array(self._ids).astype(np.intp)
+            return layer._apply(self._x, self._chosen, self._promise, self._compute)
+        except BaseException:
+            layer._recover()
+            raise
+
+    def end(self) -> None:
+        """Take note of what was selected; the device is at work meanwhile."""
+        assert self._chosen is not None, "tell() came before"
+        self._layer.table.used(self._chosen.reshape(-1, self._chosen.shape[-1]))
+        self._layer._open = False
 
 
 def _in_order(x: mx.array, results: list[mx.array], entries: Sequence[Ids], shape: tuple[int, ...]) -> mx.array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import numpy as np
 from ..errors import InputError
 from ..models.moe import MoEBlock, blocks
 from ..models.plan import ModelPlan
+from .ahead import Ahead
 from .disk import DiskSettings
 from .eviction import DEFAULT_EVICTION, make_eviction
 from .slots import make_slots
@@ -35,8 +37,20 @@ class Streaming:
     last; a layer that has a slot for each of its experts is an ordinary one and not among them.
     """
 
-    def __init__(self, store: ExpertStore, layers: dict[int, StreamedExperts], traffic: Traffic, least: int):
-        self.store, self.layers, self._traffic, self._least = store, layers, traffic, least
+    def __init__(
+        self,
+        model: nn.Module,
+        store: ExpertStore,
+        layers: dict[int, StreamedExperts],
+        traffic: Traffic,
+        ahead: Ahead,
+        least: int,
+    ):
+        self.store, self.layers, self._traffic, self._ahead, self._least = store, layers, traffic, ahead, least
+        self._blocks = blocks(model)
+        trunk = sorted(index for index in layers if index < len(model.layers))
+        for index in trunk[:-1]:
+            layers[index].followed = True
         self._close = weakref.finalize(self, store.close)  # also when the interpreter ends
 
     @property
@@ -52,6 +66,10 @@ class Streaming:
     def traffic(self) -> Traffic:
         """What streaming has come to until now; the difference of two of these is what lies between."""
         return replace(self._traffic)
+
+    def a_layer_ahead(self) -> AbstractContextManager[None]:
+        """As ahead.a_layer_ahead(). Where choosing experts may compute something, the layers go one by one."""
+        return self._ahead if all(block.routing.lazy for block in self._blocks) else nullcontext()
 
     @property
     def slots(self) -> int:
@@ -151,7 +169,7 @@ def stream_experts(
     if share is None and min(slots) >= experts:
         return None
     store = ExpertStore.open(plan, cast, settings)
-    traffic, layers = Traffic(), {}
+    traffic, ahead, layers = Traffic(), Ahead(), {}
     try:
         modules = dict(plan.model.named_modules())
         for place, (path, count) in enumerate(zip(store.layers, slots, strict=True)):
@@ -160,11 +178,11 @@ def stream_experts(
                 count = min(count, most)
                 pool = make_slots(block.switch_mlp, store.fields(place), count)
                 table = SlotTable(experts, count, make_eviction(eviction, experts), pinned.get(block.layer, ()))
-                parts = pool, table, store, place, traffic
+                parts = pool, table, store, place, traffic, ahead
                 layer = share.experts(block, *parts) if share else StreamedExperts(*parts)
                 block.switch_mlp = layers[block.layer] = layer
     except BaseException:
         store.close()
         raise
     held = max(len(pinned.get(index, ())) for index in layers)
-    return Streaming(store, layers, traffic, min(plan.args.num_experts_per_tok, most) + held)
+    return Streaming(plan.model, store, layers, traffic, ahead, min(plan.args.num_experts_per_tok, most) + held)

@@ -45,9 +45,13 @@ class SlotTable:
         """How many slots hold nothing and are promised to nobody."""
         return len(self._free)
 
+    def takes(self, count: int) -> bool:
+        """Whether any ``count`` experts have room together, whatever is in memory."""
+        return count <= self.slots - self._pinned
+
     def fits(self, missing: Ids, needed: Ids) -> bool:
         """Whether ``missing`` of the ``needed`` experts can get slots while the others stay."""
-        return len(needed) <= self.slots - self._pinned or len(missing) <= self.room(needed)
+        return self.takes(len(needed)) or len(missing) <= self.room(needed)
 
     def room(self, keep: Ids) -> int:
         """How many experts reserve() could find slots for."""

@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 
 from ..device import evaluate, on_cpu
+from ..experts.ahead import a_layer_ahead
 from .few_rows import multiply, takes
 
 
@@ -34,6 +35,7 @@ class Trunk:
     """The layers, embedding and output head of a loaded model of any family; it holds no state of its own."""
 
     def __init__(self, model: nn.Module):
+        self._model = model
         language = getattr(model, "language_model", model)
         self.embed: nn.Module = language.model.embed_tokens
         self.layers: list[nn.Module] = language.model.layers
@@ -44,17 +46,20 @@ class Trunk:
     def __call__(self, tokens: mx.array, cache: list[Any], *, begin: bool = False) -> Hidden:
         """The model's own operations, bit for bit. ``cache`` has an entry per layer.
 
-        begin: have a CPU compute each layer while the next one's operations are still being listed.
+        begin: have a CPU compute each layer while the next one's operations are still being listed. Layers that stream
+        see to that themselves.
         """
+        begin = begin and on_cpu() and getattr(self._model, "streaming", None) is None
         x = self.embed(tokens)
         masks: dict[tuple[bool, bool], Any] = {}
-        for layer, c in zip(self.layers, cache, strict=True):
-            kind = getattr(layer, "is_linear", False), getattr(layer, "is_sliding_window", False)
-            if kind not in masks:  # of the first layer of each kind, as in mlx-lm
-                masks[kind] = self._mask(layer, x, c)
-            x = layer(x, mask=masks[kind], cache=c)
-            if begin and on_cpu():
-                evaluate(x, "computing a layer", wait=False)
+        with a_layer_ahead(self._model):
+            for layer, c in zip(self.layers, cache, strict=True):
+                kind = getattr(layer, "is_linear", False), getattr(layer, "is_sliding_window", False)
+                if kind not in masks:  # of the first layer of each kind, as in mlx-lm
+                    masks[kind] = self._mask(layer, x, c)
+                x = layer(x, mask=masks[kind], cache=c)
+                if begin:
+                    evaluate(x, "computing a layer", wait=False)
         return Hidden(x, self.norm(x))
 
     def logits(self, hidden: mx.array) -> mx.array:

@@ -73,6 +73,11 @@ class Routing:
         return {**result, "price": self.price.to_dict()} if self.mode == "biased" else result
 
     @property
+    def lazy(self) -> bool:
+        """Whether a selection computes nothing at once."""
+        return self.mode == "exact" and self.observer is None
+
+    @property
     def price(self) -> Price:
         """What the policy has cost the latest request until now. Waits for the device."""
         return self._meter.price()

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache
 
 from ..device import evaluate
 from ..errors import Fault
+from ..experts.ahead import a_layer_ahead
 from ..experts.pressure import relieve
 from .prefixes import Prefixes
 from .sequences import PENALISED, Sequence
@@ -138,7 +139,8 @@ class Batch:
 
     def _next(self, rows: list[Sequence], tokens: mx.array, cache: list[Any]) -> _Pending:
         """What follows ``tokens`` ``[B]``, one of each of ``rows``."""
-        logits = self._model(tokens[:, None], cache=cache)[:, -1]
+        with a_layer_ahead(self._model):
+            logits = self._model(tokens[:, None], cache=cache)[:, -1]
         if any(row.processors for row in rows):
             logits = mx.concatenate(
                 [self._process(row, tokens[i : i + 1], logits[i : i + 1]) for i, row in enumerate(rows)]
