@@ -120,8 +120,10 @@ def load(
     model = apply_adapters(model, adapters) if adapters else model
     if not on_cpu():
         fuse(model)
-    elif slots is None and memory is None:
+    elif fit is None:
         dequantise(model)
+    else:
+        dequantise(model, fit.parts["float32"], fit.parts["work"])
     begin(model, fit, pins, profile, share)
     return model, tokenizer.result()
 

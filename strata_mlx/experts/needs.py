@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from ..checkpoint.safetensors import FLOATING
 from ..device import arranges, compute_dtype, on_cpu
+from ..models.dequantised import growths
 from ..models.family import EXPERT_PARAMETER
 from ..models.moe import blocks
 from ..models.plan import KeysAndValues, ModelPlan, group_of
@@ -63,6 +64,8 @@ def needs_of(
     activations = _activations(plan, context, itemsize, recurrent)
     together = activations.of(sequences) + _LOGITS * sequences * args.vocab_size * 4 if sequences > 1 else 0
     own_gpu = system.on_gpu_of_its_own()
+    # Other types than float32 are multiplied as they are.
+    grown = growths(plan.model) if compute_dtype(dtype) == mx.float32 else ([], [])
     return Needs(
         scope="GPU memory" if own_gpu else "process memory",
         fixed={
@@ -87,6 +90,8 @@ def needs_of(
         least=args.num_experts_per_tok,
         step_size=step_size,
         sequences=sequences,
+        float32=tuple(grown[0]),
+        float32_experts=tuple(grown[1]),
     )
 
 

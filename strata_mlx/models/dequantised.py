@@ -2,14 +2,15 @@
 
 On x86-64 MLX multiplies a quantised row element by element. The matrix product of its wheel takes the same sums in the
 same order, and reads weights that are stored input-major twice as fast. It costs four to eight times the memory, so
-that only what is small is kept like this, and nothing where memory has a budget.
+that only what is small is kept like this, and where memory has a budget, only what that has room for.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,22 +21,50 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..device import arrange, evaluate, on_cpu
 
 LIMIT = 256 << 20  # bytes that a model's dequantised weights may take
+_PART = 1 << 18  # weights that are dequantised at a time
+_TEMPORARY = 4  # arrays of such a part that MLX makes of it
 _KINDS = {nn.QuantizedLinear: nn.Linear, QuantizedSwitchLinear: SwitchLinear}  # in the order in which they are taken
 
 
-def dequantise(model: nn.Module) -> None:
+class Growth(NamedTuple):
+    """What a float32 weight takes on top of the quantised one in whose place it is put, in bytes. temporary: besides,
+    until it is there.
+    """
+
+    more: int
+    temporary: int
+
+
+def dequantise(model: nn.Module, room: int | None = None, free: int = 0) -> None:
     """Put float32 weights in the place of those quantised ones of a loaded ``model`` that the CPU multiplies slower.
 
+    room: bytes that they may take on top; None is enough for all of them. free: bytes beside that for a while.
     Raises Fault where memory gives out.
     """
+    taken = 0
     for path, module in _chosen(model):
-        weight = mx.dequantize(
-            module.weight, module.scales, module.biases, group_size=module.group_size, bits=module.bits
-        )
-        faster = _KINDS[type(module)](*(1,) * (weight.ndim), bias=False)
-        faster.weight = arrange(faster, weight)
-        evaluate(faster.weight, f"dequantising {path}")
+        growth = _growth(module)
+        if room is not None and room_for([Growth(taken, 0), growth], free) > room:
+            continue
+        faster = _KINDS[type(module)](*(1,) * module.weight.ndim, bias=False)
+        faster.weight = _float32(module, f"dequantising {path}")
         model.update_modules(tree_unflatten([(path, faster)]))
+        taken += growth.more
+
+
+def growths(model: nn.Module) -> tuple[list[Growth], list[Growth]]:
+    """Of what dequantise() can take in ``model``, loaded or planned: of linear layers, and of experts."""
+    dense, experts = ([_growth(module) for _, module in _chosen(model) if type(module) is kind] for kind in _KINDS)
+    return dense, experts
+
+
+def room_for(grown: Sequence[Growth], free: int) -> int:
+    """The least ``room`` with which dequantise() takes all of ``grown``, in its order."""
+    taken, most = 0, 0
+    for each in grown:
+        taken += each.more
+        most = max(most, taken + max(0, each.temporary - free))
+    return most
 
 
 def dequantised_bytes(model: nn.Module) -> dict[str, int]:
@@ -49,14 +78,43 @@ def dequantised_bytes(model: nn.Module) -> dict[str, int]:
 
 
 def _chosen(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """By kind, as long as all of that kind have room."""
+    """By kind, as long as all of that kind are small enough, and the largest first: when it is made, most is free."""
     left = LIMIT if on_cpu() else 0
     for kind in _KINDS:
         found = [(path, module) for path, module in model.named_modules() if type(module) is kind and _same(module)]
         left -= sum(_bytes(module) for _, module in found)
         if left < 0:
             return
-        yield from found
+        found.sort(key=lambda each: _bytes(each[1]))
+        while found:  # what has been yielded may go
+            yield found.pop()
+
+
+def _growth(module: nn.Module) -> Growth:
+    quantised = module.weight.nbytes + module.scales.nbytes + module.biases.nbytes
+    return Growth(_bytes(module) - quantised, quantised + _TEMPORARY * 4 * max(_PART, _each(module)))
+
+
+def _each(module: nn.Module) -> int:
+    """How many weights there are for one index of the first axis."""
+    return math.prod(module.scales.shape[1:]) * module.group_size
+
+
+def _float32(module: nn.Module, doing: str) -> mx.array:
+    """The weight of ``module``, in the layout of device.arrange(). It is made part by part, since MLX makes several
+    arrays of the size on its way.
+    """
+    *first, outputs, groups = module.scales.shape
+    stored = mx.zeros((*first, groups * module.group_size, outputs))
+    evaluate(stored, doing)
+    weight, step = stored.swapaxes(-1, -2), max(1, _PART // _each(module))
+    shown = np.array(stored, copy=False).swapaxes(-1, -2)
+    for start in range(0, len(shown), step):
+        codes, scales, biases = (x[start : start + step] for x in (module.weight, module.scales, module.biases))
+        part = mx.dequantize(codes, scales, biases, group_size=module.group_size, bits=module.bits)
+        evaluate(part, doing)
+        shown[start : start + step] = part
+    return weight
 
 
 def _bytes(module: nn.Module) -> int:

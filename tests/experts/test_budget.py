@@ -13,6 +13,7 @@ from strata_mlx.errors import InputError
 from strata_mlx.experts import budget, system
 from strata_mlx.experts.budget import Activations, Fit, Needs, budget_bytes
 from strata_mlx.experts.sizes import parse_size
+from strata_mlx.models.dequantised import Growth, room_for
 from tests.errors import refuses
 
 amounts = st.integers(0, 10**10)
@@ -21,6 +22,7 @@ amounts = st.integers(0, 10**10)
 @st.composite
 def any_needs(draw: st.DrawFn) -> Needs:
     experts = draw(st.integers(1, 512))
+    growths = st.lists(st.builds(Growth, amounts, amounts), max_size=3).map(tuple)
     return Needs(
         scope="process memory",
         fixed={"process": 1 + draw(amounts), "weights": draw(amounts), "kv_cache": draw(amounts)},
@@ -36,6 +38,8 @@ def any_needs(draw: st.DrawFn) -> Needs:
         experts=experts,
         least=draw(st.integers(1, experts)),
         step_size=draw(st.integers(1, 4096)),
+        float32=draw(growths),
+        float32_experts=draw(growths),
     )
 
 
@@ -81,6 +85,23 @@ def test_no_memory_is_left_over_that_could_hold_experts_or_rows(demand: Needs, s
     spare = fit.budget - sum(fit.parts.values())
     all_rows = fit.chunk == demand.step_size
     assert spare < demand.per_slot or (fit.slots >= demand.experts - 1 and all_rows)
+
+
+@given(any_needs(), shares)
+def test_float32_weights_come_after_the_first_half_of_the_experts(demand: Needs, share: float) -> None:
+    fit = demand.fit(between(demand, share))
+    dense = room_for(demand.float32, fit.parts["work"])
+    if fit.streams:
+        assert fit.slots >= demand.experts / 2 or not fit.parts["float32"]
+        # and before the second: until all are there, what is left is theirs
+        assert fit.parts["float32"] >= dense or fit.slots <= max(demand.least, (demand.experts + 1) // 2)
+    elif demand.least < demand.experts:
+        assert fit.parts["float32"] >= dense
+
+
+@given(any_needs())
+def test_float32_weights_need_no_larger_budget_to_begin_with(demand: Needs) -> None:
+    assert demand.smallest == replace(demand, float32=(), float32_experts=()).smallest
 
 
 @given(any_needs())

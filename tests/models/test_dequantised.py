@@ -13,12 +13,16 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from strata_mlx import load
 from strata_mlx.checkpoint import Checkpoint
+from strata_mlx.experts.budget import Needs
+from strata_mlx.experts.needs import needs_of
 from strata_mlx.hub import EMBEDDED
 from strata_mlx.models import dequantised
+from strata_mlx.models.dequantised import room_for
 from strata_mlx.models.plan import plan_model
 from strata_mlx.models.report import describe
 from strata_mlx.models.trunk import Trunk
 from strata_mlx.prefill import make_cache
+from tests.budgets import CONTEXT, count_a_small_process
 
 KINDS = (nn.QuantizedLinear, QuantizedSwitchLinear)
 
@@ -89,10 +93,56 @@ def test_experts_stay_quantised_where_they_have_no_room(monkeypatch: pytest.Monk
     assert all(".switch_mlp." in path for path in left)
 
 
-@pytest.mark.parametrize("options", [{"memory": "6GB"}, {"slots": 128}])
-def test_a_budget_keeps_all_quantised(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_experts_stay_quantised_and_the_rest_does_not() -> None:
+    model = load(mtp=True, slots=127)[0]
+    assert not quantised_modules(model)
+    assert not [path for path, module in model.named_modules() if isinstance(module, SwitchLinear)]
+
+
+@pytest.fixture
+def needs(monkeypatch: pytest.MonkeyPatch) -> Needs:
+    count_a_small_process(monkeypatch)
     monkeypatch.setattr(mx, "set_cache_limit", lambda limit: limit)
-    assert len(quantised_modules(load(mtp=True, **options)[0])) > 60
+    return needs_of(plan_model(Checkpoint.open(EMBEDDED)), context=CONTEXT)
+
+
+def grown(model: nn.Module, plain: nn.Module) -> int:
+    """The bytes that the parameters of ``model`` take on top of those of ``plain``."""
+    size, before = (sum(x.nbytes for _, x in tree_flatten(each.parameters())) for each in (model, plain))
+    return size - before
+
+
+def test_a_budget_has_as_many_as_it_has_room_for(needs: Needs, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = dequantised.LIMIT
+    plain = {slots: embedded(monkeypatch, 0, slots=slots) for slots in (64, 127, None)}
+    monkeypatch.setattr(dequantised, "LIMIT", limit)
+    dense = room_for(needs.float32, 0)
+    full = needs.resident + room_for(needs.float32_experts, 0)
+    seen = []
+    for budget in (needs.smallest, needs.resident - dense, needs.resident - 1, needs.resident, full):
+        model = load(mtp=True, memory=budget, context=CONTEXT)[0]
+        room = model.fit.parts["float32"]
+        more = grown(model, plain[64 if model.fit.streams else None])
+        assert more <= room
+        seen.append((room, more, len(quantised_modules(model))))
+    assert seen[0][:2] == (0, 0)
+    assert [left for _, _, left in seen[2:]] == [0, 27, 0]  # streamed experts are not counted
+    assert [room for room, _, _ in seen] == sorted(room for room, _, _ in seen)
+
+
+@pytest.mark.parametrize("free", [0, 1 << 20, 16 << 20])
+@pytest.mark.parametrize("room", [0, 1 << 20, 8 << 20, 20 << 20])
+def test_what_has_no_room_is_left_out(room: int, free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = dequantised.LIMIT
+    model = embedded(monkeypatch, 0)
+    monkeypatch.setattr(dequantised, "LIMIT", limit)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    dequantised.dequantise(model, room, free)
+    assert mx.get_active_memory() - before <= room
+    assert mx.get_peak_memory() - before <= room + free + 1000  # for some scalars
+    assert mx.get_active_memory() - before >= room * (free > 8 << 20) - (1 << 20)
 
 
 def test_a_machine_that_rounds_otherwise_keeps_all_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
