@@ -75,6 +75,17 @@ def evaluate(arrays: Any, doing: str, *, wait: bool = True) -> None:
         raise Fault(f"{doing}: {error}") from error
 
 
+def numbers(array: mx.array, doing: str) -> list[int]:
+    """The values of an array of integers, which are computed first. Raises what evaluate() does."""
+    try:
+        values: Any = array.tolist()
+    except (RuntimeError, MemoryError) as error:
+        raise Fault(f"{doing}: {error}") from error
+    while values and isinstance(values[0], list):
+        values = [value for row in values for value in row]
+    return values
+
+
 def integer(array: mx.array) -> int:
     """The value of a scalar array of integers."""
     value = array.item()

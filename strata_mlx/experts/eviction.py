@@ -9,7 +9,7 @@ The rows of a prompt count like those of decoding. Of the embedded model's picks
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,16 +22,19 @@ HALF_LIVES = {"lrfu": 16.0, "frequency": 128.0}  # rows; benchmarks/residency_tr
 _LARGEST_WEIGHT = 1e100  # of a use, before the scores are scaled down
 
 Ids = NDArray[np.integer[Any]]
+Rows = Ids | Sequence[Sequence[int]]  # [T, K]
 
 
 class Eviction(Protocol):
     """The eviction policy of one layer. Ids are of experts, from 0 to E - 1, and no row holds one twice."""
 
-    def used(self, ids: Ids) -> None:
+    def used(self, ids: Rows) -> None:
         """The rows of a window have selected the experts ``ids [T, K]``."""
 
-    def victims(self, candidates: Ids, count: int) -> Ids:
-        """The ``count`` of ``candidates [C]`` that are to be evicted, the one that is missed least first."""
+    def victims(self, candidates: Sequence[int], count: int) -> list[int]:
+        """Those ``count`` of ``candidates`` that are to be evicted, the one that is missed least first; all of them,
+        if they are fewer. Of equal ones, the first in ``candidates`` goes first.
+        """
 
     def to_dict(self) -> dict[str, Any]:
         """What the policy has learned, ready for JSON; make_eviction() takes it back."""
@@ -55,16 +58,17 @@ class LRU:
 
     def __init__(self, scores: NDArray[np.float64]):
         self._scores = scores  # [E]
+        self._score = scores.data.cast("B").cast("d")  # the same numbers, one by one
         self._rows = float(scores.max())
 
-    def used(self, ids: Ids) -> None:
+    def used(self, ids: Rows) -> None:
         rows = len(ids)
         # Of repeated ids, NumPy leaves behind what is assigned last.
         self._scores[ids] = self._rows + 1 if rows == 1 else np.arange(1, rows + 1)[:, None] + self._rows
         self._rows += rows
 
-    def victims(self, candidates: Ids, count: int) -> Ids:
-        return _smallest(self._scores, candidates, count)
+    def victims(self, candidates: Sequence[int], count: int) -> list[int]:
+        return sorted(candidates, key=self._score.__getitem__)[:count]
 
     def to_dict(self) -> dict[str, Any]:
         return _state("lru", self._scores - self._rows)
@@ -79,35 +83,30 @@ class DecayedFrequency:
 
     def __init__(self, scores: NDArray[np.float64], name: str):
         self._scores = scores  # [E], in units of _weight
+        self._score = scores.data.cast("B").cast("d")  # the same numbers, one by one
         self._weight = 1.0  # of a use in the latest row: it grows, so that nothing else need shrink row by row
         self._name, self._growth = name, 2 ** (1 / HALF_LIVES[name])
 
-    def used(self, ids: Ids) -> None:
+    def used(self, ids: Rows) -> None:
         if len(ids) > 1 or self._weight > _LARGEST_WEIGHT:
             age = np.arange(len(ids))[::-1]
             self._scores *= self._growth ** -len(ids) / self._weight
-            weights = np.repeat(self._growth**-age, ids.shape[1])
-            self._scores += np.bincount(ids.ravel(), weights, self._scores.size)
+            weights = np.repeat(self._growth**-age, len(ids[0]))
+            self._scores += np.bincount(np.ravel(ids), weights, self._scores.size)
             self._weight = 1.0
         else:
             self._weight *= self._growth
-            self._scores[ids[0]] += self._weight
+            for expert in ids[0]:
+                self._score[expert] += self._weight
 
-    def victims(self, candidates: Ids, count: int) -> Ids:
-        return _smallest(self._scores, candidates, count)
+    def victims(self, candidates: Sequence[int], count: int) -> list[int]:
+        return sorted(candidates, key=self._score.__getitem__)[:count]
 
     def to_dict(self) -> dict[str, Any]:
         return _state(self._name, self._scores / self._weight)
 
 
 EVICTIONS = ("lru", *HALF_LIVES)
-
-
-def _smallest(scores: NDArray[np.float64], candidates: Ids, count: int) -> Ids:
-    """The ``count`` candidates of the smallest scores, in order; of equal ones, the first in ``candidates``."""
-    if count == 1:
-        return candidates[[scores[candidates].argmin()]]
-    return candidates[scores[candidates].argsort(kind="stable")[:count]]
 
 
 def _state(name: str, scores: NDArray[np.float64]) -> dict[str, Any]:

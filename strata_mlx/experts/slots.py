@@ -7,6 +7,7 @@ only after write(), which first has every result computed that may read the slot
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from struct import pack_into
 from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
@@ -50,7 +51,10 @@ class SlotPool(Protocol):
         """Apply the experts in ``slots [..., K]`` to ``x [..., D]``, lazily: ``[..., K, D]``."""
 
     def promise(self, x: mx.array, shape: tuple[int, ...], compute: Compute = apply) -> Promise | None:
-        """A call as above whose slots, of ``shape``, are told later; None where the device does not allow that."""
+        """A call as above whose slots, of ``shape``, are told later; None where the device does not allow that.
+
+        Every result that reads a slot has been computed before this returns. There is one promise at a time.
+        """
 
     def write(self, slots: Sequence[int]) -> list[Targets]:
         """Where the experts for ``slots`` are to be written: one array per field and slot, bfloat16 as uint16.
@@ -77,8 +81,8 @@ class _Readers:
     def __init__(self) -> None:
         self._pending: list[tuple[mx.array, frozenset[int]]] = []
 
-    def add(self, result: mx.array, slots: NDArray[np.int32]) -> None:
-        self._pending.append((result, frozenset(slots.ravel().tolist())))
+    def add(self, result: mx.array, slots: Sequence[int]) -> None:
+        self._pending.append((result, frozenset(slots)))
 
     def settle(self, slots: Sequence[int] | None = None) -> None:
         """Wait for those that read one of ``slots``; None means any."""
@@ -89,17 +93,33 @@ class _Readers:
 
 
 class Promise:
-    """outputs: of a call of a SlotPool, ``[..., K, D]``, lazily. They must not be computed before fulfil()."""
+    """outputs: of a call of a SlotPool, ``[..., K, D]``, lazily. They must not be computed before fulfil().
 
-    def __init__(self, experts: nn.Module, x: mx.array, shape: tuple[int, ...], readers: _Readers, compute: Compute):
-        self._indices = mx.array(np.zeros(shape, np.uint32))
-        self.outputs = compute(experts, x, self._indices)
-        self._readers = readers
+    indices: uint32, of the slots; no other promise has them, and nothing that reads them is left to be computed.
+    """
 
-    def fulfil(self, slots: NDArray[np.int32]) -> None:
-        """Tell the slots."""
-        np.array(self._indices, copy=False)[...] = slots
-        self._readers.add(self.outputs, slots)
+    def __init__(self, experts: nn.Module, x: mx.array, indices: _Indices, readers: _Readers, compute: Compute):
+        self.outputs = compute(experts, x, indices.array)
+        self._indices, self._readers = indices, readers
+
+    def fulfil(self, slots: NDArray[np.int32] | Sequence[int]) -> None:
+        """Tell the slots: an array of the shape, or a list of them all. Raises ValueError where there is a newer
+        promise, which has taken the place of this one.
+        """
+        flat = slots.ravel().tolist() if isinstance(slots, np.ndarray) else slots
+        if self._indices.promise is not self:
+            raise ValueError("this promise was given up for another one")
+        pack_into(f"{len(flat)}I", self._indices.view, 0, *flat)
+        self._readers.add(self.outputs, flat)
+
+
+class _Indices:
+    """The slots of calls of one shape, to be told by the host. promise: whose they are."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.array = mx.array(np.zeros(shape, np.uint32))
+        self.view = np.array(self.array, copy=False).data.cast("B")
+        self.promise: Promise | None = None
 
 
 class UnifiedSlots:
@@ -117,14 +137,20 @@ class UnifiedSlots:
         self.experts = _with_parameters(experts, fields, self._arrays)
         self._targets: list[Targets | None] = [None] * count  # by slot, made when first written
         self._readers = _Readers()
+        self._indices: dict[tuple[int, ...], _Indices] = {}  # by shape
 
     def __call__(self, x: mx.array, slots: NDArray[np.int32], compute: Compute = apply) -> mx.array:
         result = compute(self.experts, x, mx.array(slots.view(np.uint32)))
-        self._readers.add(result, slots)
+        self._readers.add(result, slots.ravel().tolist())
         return result
 
     def promise(self, x: mx.array, shape: tuple[int, ...], compute: Compute = apply) -> Promise:
-        return Promise(self.experts, x, shape, self._readers, compute)
+        self._readers.settle()  # the last one that had the indices
+        if shape not in self._indices:
+            self._indices[shape] = _Indices(shape)
+        indices = self._indices[shape]
+        indices.promise = promise = Promise(self.experts, x, indices, self._readers, compute)
+        return promise
 
     def write(self, slots: Sequence[int]) -> list[Targets]:
         self._readers.settle(slots)
@@ -170,7 +196,7 @@ class StagedSlots:
 
     def __call__(self, x: mx.array, slots: NDArray[np.int32], compute: Compute = apply) -> mx.array:
         result = compute(self.experts, x, mx.array(slots.view(np.uint32)))
-        self._readers.add(result, slots)
+        self._readers.add(result, slots.ravel().tolist())
         return result
 
     def promise(self, x: mx.array, shape: tuple[int, ...], compute: Compute = apply) -> None:

@@ -11,10 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..device import evaluate
+from ..device import evaluate, numbers
 from ..routing.residency import HasResident
 from .ahead import Ahead
-from .eviction import Ids
+from .eviction import Ids, Rows
 from .slots import Compute, Promise, SlotPool, apply
 from .table import SlotTable
 from .traffic import Traffic
@@ -36,7 +36,9 @@ class StreamedExperts(nn.Module):
     followed: whether another of them always comes after this one in the same forward.
     """
 
-    def __init__(self, pool: SlotPool, table: SlotTable, store: ExpertStore, place: int, traffic: Traffic, ahead: Ahead):
+    def __init__(
+        self, pool: SlotPool, table: SlotTable, store: ExpertStore, place: int, traffic: Traffic, ahead: Ahead
+    ):
         super().__init__()
         self.table = table
         self.place = place
@@ -101,7 +103,8 @@ class StreamedExperts(nn.Module):
         # Until the ids are there, the host does all that does not need them.
         promise = self._promise(x, ids.shape, compute) if rows <= DECODE_ROWS else None
         result = mix(promise.outputs) if promise else None
-        self._pool.settle()
+        if promise is None:
+            self._pool.settle()
         window = _Window(self, x, ids, promise, compute)
         if waits and result is not None:
             self._ahead.put(window)
@@ -159,12 +162,30 @@ class StreamedExperts(nn.Module):
             slow = len(missing) * self._read_seconds > SPLIT_SECONDS
             if slow and len(missing) < len(needed):
                 return self._in_groups(x, chosen, missing, needed, compute)
-            self._fetch(missing, needed)
+            self._fetch(missing.tolist(), needed)
             slots = table.slot_of[chosen]
         if promise is None:
             return self._pool(x, slots, compute)
         promise.fulfil(slots)
         return promise.outputs
+
+    def _keeps(self, promise: Promise, row: Sequence[int]) -> bool:
+        """Fulfil ``promise`` for the experts of one row, if nothing speaks for computing in groups, as _apply() would.
+
+        This is most of what the host does while a token is decoded: lists of a row are faster than arrays.
+        """
+        table = self.table
+        slots = table.slots_of(row)
+        missing = [expert for expert, slot in zip(row, slots, strict=True) if slot < 0]
+        if missing:
+            slow = len(missing) * self._read_seconds > SPLIT_SECONDS
+            if not table.takes(len(row)) or (slow and len(missing) < len(row)):
+                return False
+            self._fetch(missing, row)
+            slots = table.slots_of(row)
+        self._traffic.window(len(row), len(row), len(missing))
+        promise.fulfil(slots)
+        return True
 
     def _in_groups(self, x: mx.array, chosen: Ids, missing: Ids, staying: Ids, compute: Compute) -> mx.array:
         """Compute with what is resident while the missing experts are read, in waves if there is no room for all."""
@@ -177,7 +198,7 @@ class StreamedExperts(nn.Module):
                 results.append(self._pairs(x, flat, group, chosen.shape, compute))
                 entries.append(group)
                 busy_until = max(busy_until, perf_counter()) + self._time(results[-1], len(group))
-            self._fetch(wave, keep, busy_until)
+            self._fetch(wave.tolist(), keep, busy_until)
             member = np.zeros(table.slot_of.size, np.bool_)
             member[wave] = True
             group = member[flat].nonzero()[0]
@@ -212,13 +233,13 @@ class StreamedExperts(nn.Module):
         self._timed += 1
         return self._pair_seconds * pairs
 
-    def _fetch(self, experts: Ids, keep: Ids, busy_until: float = 0.0) -> None:
+    def _fetch(self, experts: Sequence[int], keep: Ids | Sequence[int], busy_until: float = 0.0) -> None:
         """Read ``experts`` into slots; of the residents, ``keep`` stay. busy_until: when the device will be idle."""
-        pairs = self.table.reserve(experts.tolist(), keep)
+        pairs = self.table.reserve(experts, keep)
         begin = perf_counter()
         targets = self._pool.write([slot for _, slot in pairs])
         free = perf_counter()
-        nbytes, seconds = self._store.fetch(self.place, list(zip(experts.tolist(), targets, strict=True)))
+        nbytes, seconds = self._store.fetch(self.place, list(zip(experts, targets, strict=True)))
         done = perf_counter()
         self._pool.land()
         self.table.commit(pairs)
@@ -237,7 +258,7 @@ class StreamedExperts(nn.Module):
         counters, self._traffic = self._traffic, Traffic()
         self._open = True
         try:
-            self._fetch(experts, NOTHING)
+            self._fetch(experts.tolist(), NOTHING)
         finally:
             self._traffic = counters
             self._recover()
@@ -265,7 +286,7 @@ class _Window:
 
     def __init__(self, layer: StreamedExperts, x: mx.array, ids: mx.array, promise: Promise | None, compute: Compute):
         self._layer, self._x, self._ids, self._promise, self._compute = layer, x, ids, promise, compute
-        self._chosen: Ids | None = None
+        self._rows: Rows | None = None
 
     def tell(self) -> mx.array:
         """Wait for the ids, read what is missing, and return the outputs by rank, on their way: those of the promise,
@@ -273,18 +294,26 @@ class _Window:
         """
         layer, start = self._layer, perf_counter()
         try:
-            evaluate(self._ids, "choosing experts")
-            layer._waited(perf_counter() - start)
-            self._chosen = np.array(self._ids).astype(np.intp)
-            return layer._apply(self._x, self._chosen, self._promise, self._compute)
+            if self._promise is not None and self._ids.size == self._ids.shape[-1]:
+                row = numbers(self._ids, "choosing experts")
+                layer._waited(perf_counter() - start)
+                self._rows = [row]
+                if layer._keeps(self._promise, row):
+                    return self._promise.outputs
+            else:
+                evaluate(self._ids, "choosing experts")
+                layer._waited(perf_counter() - start)
+            chosen = np.array(self._ids).astype(np.intp)
+            self._rows = chosen.reshape(-1, chosen.shape[-1])
+            return layer._apply(self._x, chosen, self._promise, self._compute)
         except BaseException:
             layer._recover()
             raise
 
     def end(self) -> None:
         """Take note of what was selected; the device is at work meanwhile."""
-        assert self._chosen is not None, "tell() came before"
-        self._layer.table.used(self._chosen.reshape(-1, self._chosen.shape[-1]))
+        assert self._rows is not None, "tell() came before"
+        self._layer.table.used(self._rows)
         self._layer._open = False
 
 

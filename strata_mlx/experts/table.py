@@ -7,9 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .eviction import Eviction, Ids
-
-_NONE: Ids = np.zeros(0, np.intp)
+from .eviction import Eviction, Ids, Rows
 
 
 class SlotTable:
@@ -30,11 +28,12 @@ class SlotTable:
         self.resident: NDArray[np.bool_] = np.zeros(experts, np.bool_)
         self.version = 0
         self.counts: NDArray[np.int64] = np.zeros(experts, np.int64)
+        # For a row or an expert at a time: a memory view reads and writes single numbers several times faster.
+        self._where, self._count = self.slot_of.data, self.counts.data
         self.filled = 0
         self.eviction = eviction
-        self._evictable = np.ones(experts, np.bool_)
-        self._evictable[list(pinned)] = False
-        self._pinned = len(set(pinned))
+        self._pinned = frozenset(pinned)
+        self._leaving: set[int] = set()  # residents that are not pinned
         self._free = list(range(slots))[::-1]
         self._reserved: dict[int, int] = {}  # by slot, the expert
         self._ranked: list[int] = []  # first to leave, of the ``version``:
@@ -45,26 +44,31 @@ class SlotTable:
         """How many slots hold nothing and are promised to nobody."""
         return len(self._free)
 
+    def slots_of(self, row: Sequence[int]) -> list[int]:
+        """``slot_of`` of each expert of a row."""
+        where = self._where
+        return [where[expert] for expert in row]
+
     def takes(self, count: int) -> bool:
         """Whether any ``count`` experts have room together, whatever is in memory."""
-        return count <= self.slots - self._pinned
+        return count <= self.slots - len(self._pinned)
 
     def fits(self, missing: Ids, needed: Ids) -> bool:
         """Whether ``missing`` of the ``needed`` experts can get slots while the others stay."""
         return self.takes(len(needed)) or len(missing) <= self.room(needed)
 
-    def room(self, keep: Ids) -> int:
+    def room(self, keep: Ids | Sequence[int]) -> int:
         """How many experts reserve() could find slots for."""
         return self.free + len(self._candidates(keep))
 
     def rank(self, count: int) -> None:
         """Have the eviction policy choose the ``count`` experts that would leave first, so that reserve() is quick."""
         if self._ranked_at != self.version and not self._free:
-            candidates = self._candidates(_NONE)
-            self._ranked = self.eviction.victims(candidates, min(count, len(candidates))).tolist()
+            candidates = self._candidates(())
+            self._ranked = self.eviction.victims(candidates, count)
             self._ranked_at = self.version
 
-    def reserve(self, experts: Sequence[int], keep: Ids) -> list[tuple[int, int]]:
+    def reserve(self, experts: Sequence[int], keep: Ids | Sequence[int]) -> list[tuple[int, int]]:
         """Find a slot for each of ``experts``, which are neither resident nor reserved, and return (expert, slot).
 
         Resident experts make room where no slot is free, never a pinned one nor one of ``keep``. An expert is
@@ -73,12 +77,15 @@ class SlotTable:
         lacking = len(experts) - len(self._free)
         if lacking > 0:
             victims = self._victims(lacking, keep)
-            self._free.extend(self.slot_of[victims].tolist())
-            self.slot_of[victims] = -1
-            self.resident[victims] = False
+            self._leaving.difference_update(victims)
+            for victim in victims:
+                self._free.append(self._where[victim])
+                self._where[victim] = -1
+                self.resident[victim] = False
             self.version += 1
         pairs = [(expert, self._free.pop()) for expert in experts]
-        self._reserved.update((slot, expert) for expert, slot in pairs)
+        for expert, slot in pairs:
+            self._reserved[slot] = expert
         return pairs
 
     def commit(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -86,8 +93,10 @@ class SlotTable:
         for expert, slot in pairs:
             if self._reserved.pop(slot) != expert:
                 raise ValueError(f"slot {slot} is not reserved for expert {expert}")
-            self.slot_of[expert] = slot
+            self._where[expert] = slot
             self.resident[expert] = True
+            if expert not in self._pinned:
+                self._leaving.add(expert)
         self.filled += len(pairs)
         self.version += 1
 
@@ -97,6 +106,7 @@ class SlotTable:
         self._reserved.clear()
         self._free = [slot for slot in range(self.slots) if slot not in taken]
         np.greater_equal(self.slot_of, 0, out=self.resident)
+        self._leaving = set(self.resident.nonzero()[0].tolist()) - self._pinned
         self.version += 1
 
     def shrink(self, slots: int) -> dict[int, int]:
@@ -108,7 +118,7 @@ class SlotTable:
         surplus = int(self.resident.sum()) - slots
         staying = self.resident.copy()
         if surplus > 0:
-            candidates = self._candidates(_NONE)
+            candidates = self._candidates(())
             if len(candidates) < surplus:
                 raise ValueError(f"{slots} slots have no room for the pinned experts")
             staying[self.eviction.victims(candidates, surplus)] = False
@@ -119,26 +129,30 @@ class SlotTable:
         self.recover()
         return moving
 
-    def used(self, ids: Ids) -> None:
+    def used(self, ids: Rows) -> None:
         """Count what the rows of a window selected, ``[T, K]``, and tell the eviction policy."""
         if len(ids) == 1:
-            self.counts[ids[0]] += 1
+            for expert in ids[0]:
+                self._count[expert] += 1
         else:
-            self.counts += np.bincount(ids.ravel(), minlength=self.counts.size)
+            self.counts += np.bincount(np.ravel(ids), minlength=self.counts.size)
         self.eviction.used(ids)
         self._ranked_at = -1
 
-    def _victims(self, count: int, keep: Ids) -> list[int]:
+    def _victims(self, count: int, keep: Ids | Sequence[int]) -> list[int]:
         if self._ranked_at == self.version:
-            kept = set(keep.tolist())
+            kept = set(_listed(keep))
             if len(first := [expert for expert in self._ranked if expert not in kept][:count]) == count:
                 return first
         candidates = self._candidates(keep)
         if len(candidates) < count:
             raise ValueError(f"{count} resident experts would have to go, but only {len(candidates)} can")
-        return self.eviction.victims(candidates, count).tolist()
+        return self.eviction.victims(candidates, count)
 
-    def _candidates(self, keep: Ids) -> NDArray[np.intp]:
-        leaving = self.resident & self._evictable
-        leaving[keep] = False
-        return leaving.nonzero()[0]
+    def _candidates(self, keep: Ids | Sequence[int]) -> list[int]:
+        """In ascending order. (Sets and lists of so few are several times faster than arrays.)"""
+        return sorted(self._leaving.difference(_listed(keep)))
+
+
+def _listed(ids: Ids | Sequence[int]) -> Sequence[int]:
+    return ids.tolist() if isinstance(ids, np.ndarray) else ids

@@ -149,7 +149,7 @@ class OwnedExperts(StreamedExperts):
                 return self._in_groups(x, chosen, *by_use(table, own, missing), compute)
             if len(missing) * self._read_seconds > SPLIT_SECONDS and len(missing) < len(needed):
                 return self._in_groups(x, chosen, missing, needed, compute)
-            self._fetch(missing, needed)
+            self._fetch(missing.tolist(), needed)
         return self._in_groups(x, chosen, NOTHING, needed, compute)
 
 

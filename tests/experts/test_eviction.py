@@ -29,8 +29,8 @@ def play(policy: Eviction, history: list[list[list[int]]]) -> Eviction:
 
 def order(policy: Eviction, candidates: list[int] | None = None) -> list[int]:
     """All candidates, the first to go first."""
-    ids = np.array(range(EXPERTS) if candidates is None else candidates, np.int64)
-    return [int(expert) for expert in policy.victims(ids, len(ids))]
+    ids = list(range(EXPERTS)) if candidates is None else candidates
+    return policy.victims(ids, len(ids))
 
 
 def ages(history: list[list[list[int]]], expert: int) -> list[int]:
@@ -61,7 +61,7 @@ def test_victims_are_distinct_candidates_in_order(
     count = data.draw(st.integers(0, len(candidates)))
     every = order(policy, candidates)
     assert sorted(every) == sorted(candidates)
-    assert policy.victims(np.array(candidates, np.int64), count).tolist() == every[:count]
+    assert policy.victims(candidates, count) == every[:count]
 
 
 @pytest.mark.parametrize("name", EVICTIONS)

@@ -76,8 +76,8 @@ def test_the_hottest_are_evicted_last(folder: Path, file: Path) -> None:
     model, _ = load(folder, slots=3, expert_profile=file)
     for index, table in model.streaming.tables.items():
         hottest = model.expert_profile.layers[index].hottest()
-        residents = table.resident.nonzero()[0]
-        assert table.eviction.victims(residents, 3).tolist() == sorted(residents, key=hottest.index, reverse=True)
+        residents = table.resident.nonzero()[0].tolist()
+        assert table.eviction.victims(residents, 3) == sorted(residents, key=hottest.index, reverse=True)
 
 
 def test_the_output_is_that_without_a_profile(folder: Path, file: Path) -> None:

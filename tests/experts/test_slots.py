@@ -145,7 +145,7 @@ def test_readers_that_are_not_waited_for_would_be_noticed(record_property: Calla
 def test_only_readers_of_the_slots_are_waited_for() -> None:
     readers = _Readers()
     never = mx.array([1.0]) + 1
-    readers.add(never, slots(0))
+    readers.add(never, [0])
     with patch("strata_mlx.experts.slots.evaluate") as evaluate:
         readers.settle([1, 2])
         assert not evaluate.called

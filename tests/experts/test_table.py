@@ -103,7 +103,7 @@ def ranked_whatever_is_kept(original: Callable[..., Any], self: SlotTable, count
 
 
 def pinned_may_leave(original: Callable[..., Any], self: SlotTable, keep: Any) -> Any:
-    self._evictable[:] = True
+    self._leaving = set(self.resident.nonzero()[0].tolist())
     return original(self, keep)
 
 
