@@ -64,12 +64,13 @@ def needs_of(
     activations = _activations(plan, context, itemsize, recurrent)
     together = activations.of(sequences) + _LOGITS * sequences * args.vocab_size * 4 if sequences > 1 else 0
     own_gpu = system.on_gpu_of_its_own()
+    process = _process(own_gpu)  # before anything computes, which _FIRST_USE is for
     # Other types than float32 are multiplied as they are.
     grown = growths(plan.model) if compute_dtype(dtype) == mx.float32 else ([], [])
     return Needs(
         scope="GPU memory" if own_gpu else "process memory",
         fixed={
-            "process": _process(own_gpu),
+            "process": process,
             "weights": sum(size.loaded for size in dense) - head,
             "mtp_head": head,
             "kv_cache": sequences * (sum(kv) + max(kv)),  # one grows while its old arrays are there
