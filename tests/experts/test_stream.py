@@ -185,7 +185,7 @@ def check_consistent(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("split", [False, True], ids=["at once", "apart"])
 def test_ctrl_c_at_any_line_leaves_a_model_that_works(folder: Path, few_expected: list[Any], split: bool) -> None:
-    watched = tuple(f"{name}.py" for name in ("stream", "table", "slots", "eviction"))
+    watched = tuple(f"{name}.py" for name in ("stream", "ahead", "table", "slots", "eviction"))
 
     def interrupted(model: nn.Module, line: int) -> int:
         """Run until the line'th line of these files; the number of lines that were passed."""
