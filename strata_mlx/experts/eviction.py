@@ -26,7 +26,13 @@ Rows = Ids | Sequence[Sequence[int]]  # [T, K]
 
 
 class Eviction(Protocol):
-    """The eviction policy of one layer. Ids are of experts, from 0 to E - 1, and no row holds one twice."""
+    """The eviction policy of one layer. Ids are of experts, from 0 to E - 1, and no row holds one twice.
+
+    score: of each expert. epoch: grows whenever scores become smaller; until then, use alone changes them.
+    """
+
+    score: memoryview[float]
+    epoch: int
 
     def used(self, ids: Rows) -> None:
         """The rows of a window have selected the experts ``ids [T, K]``."""
@@ -58,7 +64,7 @@ class LRU:
 
     def __init__(self, scores: NDArray[np.float64]):
         self._scores = scores  # [E]
-        self._score = scores.data.cast("B").cast("d")  # the same numbers, one by one
+        self.score, self.epoch = scores.data.cast("B").cast("d"), 0
         self._rows = float(scores.max())
 
     def used(self, ids: Rows) -> None:
@@ -68,7 +74,7 @@ class LRU:
         self._rows += rows
 
     def victims(self, candidates: Sequence[int], count: int) -> list[int]:
-        return sorted(candidates, key=self._score.__getitem__)[:count]
+        return sorted(candidates, key=self.score.__getitem__)[:count]
 
     def to_dict(self) -> dict[str, Any]:
         return _state("lru", self._scores - self._rows)
@@ -83,7 +89,7 @@ class DecayedFrequency:
 
     def __init__(self, scores: NDArray[np.float64], name: str):
         self._scores = scores  # [E], in units of _weight
-        self._score = scores.data.cast("B").cast("d")  # the same numbers, one by one
+        self.score, self.epoch = scores.data.cast("B").cast("d"), 0
         self._weight = 1.0  # of a use in the latest row: it grows, so that nothing else need shrink row by row
         self._name, self._growth = name, 2 ** (1 / HALF_LIVES[name])
 
@@ -94,13 +100,14 @@ class DecayedFrequency:
             weights = np.repeat(self._growth**-age, len(ids[0]))
             self._scores += np.bincount(np.ravel(ids), weights, self._scores.size)
             self._weight = 1.0
+            self.epoch += 1
         else:
             self._weight *= self._growth
             for expert in ids[0]:
-                self._score[expert] += self._weight
+                self.score[expert] += self._weight
 
     def victims(self, candidates: Sequence[int], count: int) -> list[int]:
-        return sorted(candidates, key=self._score.__getitem__)[:count]
+        return sorted(candidates, key=self.score.__getitem__)[:count]
 
     def to_dict(self) -> dict[str, Any]:
         return _state(self._name, self._scores / self._weight)

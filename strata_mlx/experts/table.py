@@ -3,11 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .eviction import Eviction, Ids, Rows
+
+
+class Leaving:
+    """Experts that may leave, the first to go found without a look at all of them.
+
+    A heap keeps what the score of each was when it was looked at last. Scores only grow with use, so that the smallest
+    of these is not above the smallest score; where one has grown, it goes back with what it is now.
+    """
+
+    def __init__(self, eviction: Eviction, experts: Collection[int] = ()):
+        self._eviction = eviction
+        self._heap: list[tuple[float, int]] = [(-inf, expert) for expert in experts]
+        self._epoch = eviction.epoch
+
+    def add(self, expert: int) -> None:
+        """``expert``, which is not among them, may leave too."""
+        heappush(self._heap, (-inf, expert))
+
+    def candidates(self, keep: Sequence[int]) -> list[int]:
+        """All but ``keep``, in ascending order."""
+        return sorted({expert for _, expert in self._heap}.difference(keep))
+
+    def rank(self) -> None:
+        """Put all in order again, if scores have become smaller."""
+        if self._epoch != self._eviction.epoch:
+            score = self._eviction.score
+            self._heap = [(score[expert], expert) for _, expert in self._heap]
+            heapify(self._heap)
+            self._epoch = self._eviction.epoch
+
+    def take(self, count: int, keep: Sequence[int]) -> list[int]:
+        """The ``count`` that leave first, which are no longer among them; none of ``keep``. Of equal ones, the smallest
+        id goes first. Raises ValueError, and changes nothing, where there are not so many.
+        """
+        self.rank()
+        heap, score = self._heap, self._eviction.score
+        found: list[int] = []
+        kept: list[tuple[float, int]] = []
+        while heap and len(found) < count:
+            seen, expert = heap[0]
+            if seen != score[expert]:
+                heapreplace(heap, (score[expert], expert))
+            elif expert in keep:
+                kept.append(heappop(heap))
+            else:
+                found.append(heappop(heap)[1])
+        for entry in kept:
+            heappush(heap, entry)
+        if len(found) < count:
+            for expert in found:
+                self.add(expert)
+            raise ValueError(f"{count} resident experts would have to go, but only {len(found)} can")
+        return found
 
 
 class SlotTable:
@@ -33,11 +88,9 @@ class SlotTable:
         self.filled = 0
         self.eviction = eviction
         self._pinned = frozenset(pinned)
-        self._leaving: set[int] = set()  # residents that are not pinned
         self._free = list(range(slots))[::-1]
         self._reserved: dict[int, int] = {}  # by slot, the expert
-        self._ranked: list[int] = []  # first to leave, of the ``version``:
-        self._ranked_at = -1
+        self._leaving = Leaving(eviction)  # residents that are not pinned
 
     @property
     def free(self) -> int:
@@ -59,14 +112,11 @@ class SlotTable:
 
     def room(self, keep: Ids | Sequence[int]) -> int:
         """How many experts reserve() could find slots for."""
-        return self.free + len(self._candidates(keep))
+        return self.free + len(self._leaving.candidates(_listed(keep)))
 
-    def rank(self, count: int) -> None:
-        """Have the eviction policy choose the ``count`` experts that would leave first, so that reserve() is quick."""
-        if self._ranked_at != self.version and not self._free:
-            candidates = self._candidates(())
-            self._ranked = self.eviction.victims(candidates, count)
-            self._ranked_at = self.version
+    def rank(self) -> None:
+        """Put in order what may leave, so that reserve() is quick."""
+        self._leaving.rank()
 
     def reserve(self, experts: Sequence[int], keep: Ids | Sequence[int]) -> list[tuple[int, int]]:
         """Find a slot for each of ``experts``, which are neither resident nor reserved, and return (expert, slot).
@@ -76,9 +126,7 @@ class SlotTable:
         """
         lacking = len(experts) - len(self._free)
         if lacking > 0:
-            victims = self._victims(lacking, keep)
-            self._leaving.difference_update(victims)
-            for victim in victims:
+            for victim in self._leaving.take(lacking, _listed(keep)):
                 self._free.append(self._where[victim])
                 self._where[victim] = -1
                 self.resident[victim] = False
@@ -106,7 +154,7 @@ class SlotTable:
         self._reserved.clear()
         self._free = [slot for slot in range(self.slots) if slot not in taken]
         np.greater_equal(self.slot_of, 0, out=self.resident)
-        self._leaving = set(self.resident.nonzero()[0].tolist()) - self._pinned
+        self._leaving = Leaving(self.eviction, set(self.resident.nonzero()[0].tolist()) - self._pinned)
         self.version += 1
 
     def shrink(self, slots: int) -> dict[int, int]:
@@ -118,7 +166,7 @@ class SlotTable:
         surplus = int(self.resident.sum()) - slots
         staying = self.resident.copy()
         if surplus > 0:
-            candidates = self._candidates(())
+            candidates = self._leaving.candidates(())
             if len(candidates) < surplus:
                 raise ValueError(f"{slots} slots have no room for the pinned experts")
             staying[self.eviction.victims(candidates, surplus)] = False
@@ -137,21 +185,6 @@ class SlotTable:
         else:
             self.counts += np.bincount(np.ravel(ids), minlength=self.counts.size)
         self.eviction.used(ids)
-        self._ranked_at = -1
-
-    def _victims(self, count: int, keep: Ids | Sequence[int]) -> list[int]:
-        if self._ranked_at == self.version:
-            kept = set(_listed(keep))
-            if len(first := [expert for expert in self._ranked if expert not in kept][:count]) == count:
-                return first
-        candidates = self._candidates(keep)
-        if len(candidates) < count:
-            raise ValueError(f"{count} resident experts would have to go, but only {len(candidates)} can")
-        return self.eviction.victims(candidates, count)
-
-    def _candidates(self, keep: Ids | Sequence[int]) -> list[int]:
-        """In ascending order. (Sets and lists of so few are several times faster than arrays.)"""
-        return sorted(self._leaving.difference(_listed(keep)))
 
 
 def _listed(ids: Ids | Sequence[int]) -> Sequence[int]:

@@ -20,8 +20,8 @@ class LayerSlots:
 
     def window(self, chosen: Ids) -> tuple[int, int]:
         """The rows of a window have selected ``chosen [T, k]``: how many experts they need, and how many are read."""
-        table, (rows, top_k) = self.table, chosen.shape
-        table.rank(2 * top_k)
+        table, rows = self.table, len(chosen)
+        table.rank()
         if rows == 1:
             needed = chosen[0]
         else:

@@ -12,8 +12,8 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from strata_mlx.experts.eviction import make_eviction
-from strata_mlx.experts.table import SlotTable
+from strata_mlx.experts.eviction import EVICTIONS, Eviction, make_eviction
+from strata_mlx.experts.table import Leaving, SlotTable
 
 EXPERTS = 12
 experts = st.sets(st.integers(0, EXPERTS - 1))
@@ -36,7 +36,7 @@ class Histories(RuleBasedStateMachine):
     @rule(wanted=experts, keep=experts, fate=st.sampled_from(["good", "good", "bad", "half"]), early=st.booleans())
     def fetch(self, wanted: set[int], keep: set[int], fate: str, early: bool) -> None:
         if early:
-            self.table.rank(EXPERTS)
+            self.table.rank()
         table, new = self.table, sorted(wanted - self.held.keys())
         can_go = self.held.keys() - keep - self.pinned
         free = self.slots - len(self.held)
@@ -94,17 +94,25 @@ TestHistories = Histories.TestCase
 TestHistories.settings = settings(max_examples=30, stateful_step_count=20)
 
 
-def without_keep(original: Callable[..., Any], self: SlotTable, keep: Any) -> Any:
+def room_whatever_is_kept(original: Callable[..., Any], self: Leaving, keep: Any) -> Any:
     return original(self, keep[:0])
 
 
-def ranked_whatever_is_kept(original: Callable[..., Any], self: SlotTable, count: int, keep: Any) -> Any:
+def leaves_whatever_is_kept(original: Callable[..., Any], self: Leaving, count: int, keep: Any) -> Any:
     return original(self, count, keep[:0])
 
 
-def pinned_may_leave(original: Callable[..., Any], self: SlotTable, keep: Any) -> Any:
-    self._leaving = set(self.resident.nonzero()[0].tolist())
-    return original(self, keep)
+def kept_ones_are_forgotten(original: Callable[..., Any], self: Leaving, count: int, keep: Any) -> Any:
+    found = original(self, count, keep)
+    self._heap = [entry for entry in self._heap if entry[1] not in keep]
+    return found
+
+
+def pinned_may_leave(original: Callable[..., Any], self: SlotTable, pairs: Any) -> Any:
+    original(self, pairs)
+    for expert, _ in pairs:
+        if expert in self._pinned:
+            self._leaving.add(expert)
 
 
 def resident_before_the_read(original: Callable[..., Any], self: SlotTable, wanted: Any, keep: Any) -> Any:
@@ -139,52 +147,85 @@ def version_stands_still(original: Callable[..., Any], self: SlotTable, pairs: A
     self.version -= 1
 
 
-MUTANTS = {
-    without_keep: "_candidates",
-    ranked_whatever_is_kept: "_victims",
-    pinned_may_leave: "_candidates",
-    resident_before_the_read: "reserve",
-    evicts_for_every_expert: "reserve",
-    evicted_but_still_listed: "reserve",
-    reservations_are_forgotten: "recover",
-    version_stands_still: "commit",
+MUTANTS: dict[Callable[..., Any], tuple[type, str]] = {
+    room_whatever_is_kept: (Leaving, "candidates"),
+    leaves_whatever_is_kept: (Leaving, "take"),
+    kept_ones_are_forgotten: (Leaving, "take"),
+    pinned_may_leave: (SlotTable, "commit"),
+    resident_before_the_read: (SlotTable, "reserve"),
+    evicts_for_every_expert: (SlotTable, "reserve"),
+    evicted_but_still_listed: (SlotTable, "reserve"),
+    reservations_are_forgotten: (SlotTable, "recover"),
+    version_stands_still: (SlotTable, "commit"),
 }
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_mutants_die(mutant: Callable[..., Any], record_property: Callable[[str, object], None]) -> None:
-    original = getattr(SlotTable, MUTANTS[mutant])
+    owner, name = MUTANTS[mutant]
+    original = getattr(owner, name)
 
-    def broken(self: SlotTable, *args: Any) -> Any:
+    def broken(self: Any, *args: Any) -> Any:
         return mutant(original, self, *args)
 
     dead = (AssertionError, ValueError, pytest.fail.Exception)
-    with patch.object(SlotTable, MUTANTS[mutant], broken), pytest.raises(dead) as killer:
+    with patch.object(owner, name, broken), pytest.raises(dead) as killer:
         run_state_machine_as_test(Histories, settings=QUICK)
     record_property("killed_by", str(killer.value).splitlines()[0][:80])
 
 
-def test_what_leaves_first_is_known_before_it_is_asked_for() -> None:
-    """Ranking early changes nothing: the next window's own experts cannot leave, and all others keep their order."""
-    early, late = (SlotTable(EXPERTS, 6, make_eviction("lru", EXPERTS)) for _ in range(2))
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        ids = rng.permutation(EXPERTS)[None, :3]
-        early.rank(6)
-        for table in (early, late):
-            missing = ids[0][table.slot_of[ids[0]] < 0].tolist()
-            table.commit(table.reserve(missing, ids[0]))
-            table.used(ids)
-        assert (early.slot_of == late.slot_of).all()
+def first_to_leave(eviction: Eviction, experts: list[int], keep: list[int], count: int) -> list[int]:
+    return eviction.victims([expert for expert in sorted(experts) if expert not in keep], count)
+
+
+def check_order(policy: str) -> None:
+    """Those leave that the policy puts first of all, whatever was used since they were looked at last."""
+    table, rng = SlotTable(40, 24, make_eviction(policy, 40)), np.random.default_rng(0)
+    left = 0
+    for number in range(500):
+        rows = 4 if number % 40 == 39 else 1
+        ids = np.stack([rng.choice(40, 3, replace=False, p=CHANCES) for _ in range(rows)])
+        if number % 3:
+            table.rank()
+        needed = np.unique(ids).tolist()
+        missing = [expert for expert in needed if table.slot_of[expert] < 0]
+        before = set(table.resident.nonzero()[0].tolist())
+        lacking = max(0, len(missing) - table.free)
+        expected = first_to_leave(table.eviction, list(before), needed, lacking)
+        table.commit(table.reserve(missing, needed))
+        assert before - set(table.resident.nonzero()[0].tolist()) == set(expected)
+        left += len(expected)
+        table.used(ids if number % 2 else ids.tolist())
+    assert left > 100
+
+
+CHANCES = np.arange(1, 41) / sum(range(1, 41))
+
+
+@pytest.mark.parametrize("policy", EVICTIONS)
+def test_the_policy_says_who_leaves(policy: str) -> None:
+    check_order(policy)
+
+
+def the_first_seen_counts(self: Leaving, count: int, keep: Any) -> list[int]:
+    found = [expert for _, expert in sorted(self._heap) if expert not in keep][:count]
+    self._heap = [(self._eviction.score[e] if s < 0 else s, e) for s, e in self._heap if e not in found]
+    return found
+
+
+@pytest.mark.parametrize(("name", "mutant"), [("take", the_first_seen_counts), ("rank", lambda _: None)])
+def test_a_wrong_order_would_be_noticed(name: str, mutant: Any) -> None:
+    with patch.object(Leaving, name, mutant), pytest.raises(AssertionError):
+        check_order("frequency")
 
 
 def test_a_window_of_hits_alone_changes_who_leaves_first() -> None:
     table = SlotTable(EXPERTS, 2, make_eviction("lru", EXPERTS))
     for ids in (np.array([[0]]), np.array([[1]]), np.array([[0]])):
-        table.rank(2)
+        table.rank()
         if missing := ids[0][table.slot_of[ids[0]] < 0].tolist():
             table.commit(table.reserve(missing, ids[0]))
         table.used(ids)
-    table.rank(2)
+    table.rank()
     table.commit(table.reserve([2], np.array([2])))
     assert table.resident.nonzero()[0].tolist() == [0, 2]
