@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-import mlx.core as mx
 import mlx.nn as nn
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 class Behind(Protocol):
     """A call of a layer whose result was handed out before its experts were known; it must not be computed yet."""
 
-    def tell(self) -> mx.array:
+    def keep(self) -> None:
         """Wait until they are known, and let the result be computed with them."""
 
     def end(self) -> None:
@@ -44,7 +43,7 @@ class Ahead:
         self.open = False
         behind = self.take()
         if behind and kind is None:
-            behind.tell()
+            behind.keep()
             behind.end()
 
     def put(self, window: Behind) -> None:

@@ -42,10 +42,14 @@ class SlotPool(Protocol):
 
     pads: whether a call for a part of a window's pairs computes other bits than one for all of them, unless it has as
     many pairs as choose the same kernel.
+
+    patient: whether the next layer is prepared before a promise is fulfilled: on the CPU, where the host is what bounds
+    small models. Elsewhere that has not been measured.
     """
 
     experts: nn.Module
     pads: bool
+    patient: bool
 
     def __call__(self, x: mx.array, slots: NDArray[np.int32], compute: Compute = apply) -> mx.array:
         """Apply the experts in ``slots [..., K]`` to ``x [..., D]``, lazily: ``[..., K, D]``."""
@@ -130,7 +134,7 @@ class UnifiedSlots:
     """
 
     def __init__(self, experts: nn.Module, fields: Sequence[Field], count: int):
-        self.pads = not on_cpu()
+        self.pads, self.patient = not on_cpu(), on_cpu()
         self._fields = fields
         self._arrays = [_page_aligned(field, count) for field in fields]
         self._views = [_view(array) for array in self._arrays]
@@ -185,7 +189,7 @@ class StagedSlots:
     """
 
     def __init__(self, experts: nn.Module, fields: Sequence[Field], count: int):
-        self.pads = not on_cpu()
+        self.pads, self.patient = not on_cpu(), False
         self._arrays = [mx.zeros((count, *field.shape), field.dtype) for field in fields]
         evaluate(self._arrays, f"making room for {count} experts")
         self.experts = _with_parameters(experts, fields, self._arrays)

@@ -90,7 +90,7 @@ class StreamedExperts(nn.Module):
     ) -> mx.array:
         behind = self._ahead.take()
         if behind:
-            behind.tell()
+            behind.keep()
         start = perf_counter()
         evaluate(ids, "choosing experts", wait=False)
         rows = ids.size // ids.shape[-1]
@@ -124,7 +124,7 @@ class StreamedExperts(nn.Module):
         whatever they are, without waves, and without computing apart with those that are in memory.
         """
         quick = pairs * self._read_seconds <= SPLIT_SECONDS
-        return self._ahead.open and self.followed and quick and self.table.takes(pairs)
+        return self._ahead.open and self.followed and self._pool.patient and quick and self.table.takes(pairs)
 
     def _waited(self, seconds: float) -> None:
         """Of the host's time so many were the device's."""
@@ -309,6 +309,12 @@ class _Window:
         except BaseException:
             layer._recover()
             raise
+
+    def keep(self) -> None:
+        """tell() where the result has been handed out already."""
+        outputs = self.tell()
+        assert self._promise is not None, "a promise was handed out"
+        assert outputs is self._promise.outputs, "the promise is kept"
 
     def end(self) -> None:
         """Take note of what was selected; the device is at work meanwhile."""

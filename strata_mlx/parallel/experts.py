@@ -137,6 +137,9 @@ class OwnedExperts(StreamedExperts):
         """How many pairs there will be is not known before the ids are."""
         return None
 
+    def _can_wait(self, _pairs: int) -> bool:
+        return False
+
     def _apply(self, x: mx.array, chosen: Ids, _promise: Promise | None, compute: Compute) -> mx.array:
         table = self.table
         self._ranks.compare(chosen)

@@ -136,7 +136,7 @@ def told_after_the_next(self: StreamedExperts, *window: Any, original: Any = Str
     behind = self._ahead.take()
     result: mx.array = original(self, *window)
     if behind:
-        behind.tell()
+        behind.keep()
         behind.end()
     return result
 
