@@ -114,6 +114,7 @@ def _float32(module: nn.Module, doing: str) -> mx.array:
         part = mx.dequantize(codes, scales, biases, group_size=module.group_size, bits=module.bits)
         evaluate(part, doing)
         shown[start : start + step] = part
+    evaluate(weight, doing)
     return weight
 
 
