@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
     from ..models.report import describe
 
     plan = plan_model(Checkpoint.open(find_model(args.model, revision=args.revision)))
-    report = describe(plan, args.context)
-    if args.memory is not None:
-        report["budget"] = _budget(plan, args)
+    # Before anything is computed, as generate does.
+    budget = {} if args.memory is None else {"budget": _budget(plan, args)}
+    report = {**describe(plan, args.context), **budget}
     if args.probe_mtp:
         report["mtp_probe"] = _probe(args)
     if args.disk:
