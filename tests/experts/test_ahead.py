@@ -116,6 +116,18 @@ def test_a_forward_that_ends_early_is_safe_to_compute(folder: Path, left_behind:
     assert len(left_behind) == 1
 
 
+def test_a_trunk_that_begins_layers_early_leaves_those_that_stream_alone(
+    folder: Path, left_behind: list[object]
+) -> None:
+    def begun(model: nn.Module) -> list[Any]:
+        trunk, cache = Trunk(model), make_cache(model)
+        windows = ([TEXT[:9]], [TEXT[9:10]], [TEXT[10:12]])
+        return [np.array(trunk(mx.array(tokens), cache, begin=True).after) for tokens in windows]
+
+    assert same(begun(streamed(folder, 2 * TOP_K)), begun(load(folder)[0]))
+    assert len(left_behind) == 2
+
+
 def test_what_was_cut_short_is_not_gone_on_with(folder: Path, expected: list[Any], left_behind: list[object]) -> None:
     model = streamed(folder, TOP_K + 1)
     trunk, cache = Trunk(model), make_cache(model)
