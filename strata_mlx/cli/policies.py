@@ -32,7 +32,7 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mtp-max-steps",
         type=number(int, 1, 8),
-        help="drafts in a round; by default as --policy says, or 2 on the CPU, else 3",
+        help="drafts in a round; by default as --policy says, or 3 on the CPU, else 4",
     )
     parser.add_argument(
         "--drafting",

@@ -28,10 +28,10 @@ from .window import Window, check_rollback
 
 
 def default_steps() -> int:
-    """Drafts in a round, where nobody says how many: on the CPU a row costs a third of a step, and two and three pay
-    alike; on an H200 four pay best (benchmarks/speculation_speed.py).
+    """Drafts in a round, where nobody says how many: on the CPU a row costs a third of a step, and three pay best; on an
+    H200 four pay, and eight not much more (benchmarks/speculation_speed.py).
     """
-    return 2 if on_cpu() else 4
+    return 3 if on_cpu() else 4
 
 
 class Token(NamedTuple):
