@@ -41,6 +41,7 @@ from strata_mlx.models.trunk import Trunk
 from strata_mlx.prefill import make_cache
 from strata_mlx.speculation.acceptance import accept_sampled
 from strata_mlx.speculation.draft import MAX_STEPS, MTPDrafter
+from strata_mlx.speculation.retention import PATHS
 from strata_mlx.speculation.window import Window
 from tests.speculation.reference import chi_square_p, keep_probability, residual
 from tests.tiny import make_checkpoint
@@ -54,7 +55,11 @@ POLICIES = {
     "both": RetentionPolicy(schedule=(0.10, 0.35, 0.55), min_cum_p=0.20),
     "every draft": RetentionPolicy(),
 }
-CONFIGURATIONS = list(product(POLICIES, ("chained", "stepwise"), (1, 3, 7, MAX_STEPS)))
+CONFIGURATIONS = [  # without gates, both ways of drafting are the same
+    (policy, drafting, steps)
+    for policy, drafting, steps in product(POLICIES, PATHS, (1, 3, 7, MAX_STEPS))
+    if drafting == "chained" or not POLICIES[policy].keeps_all
+]
 VOCABULARY, DRAFTS, SEQUENCES = 5, 2, 4  # of the sampled check
 Floats = NDArray[np.float64]
 

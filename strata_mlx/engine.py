@@ -97,11 +97,11 @@ def generate_step(
     check_tokens(prompt, model)
     for block in blocks(model):
         block.routing.begin()
-    seen = prompt[:-1]
+    seen, streaming = prompt[:-1], streaming_of(model)
 
     def step(tokens: mx.array, number: int) -> tuple[mx.array, mx.array, mx.array]:
         nonlocal seen
-        with a_layer_ahead(model):
+        with a_layer_ahead(streaming):
             logits = model(tokens[None], cache=cache)[:, -1, :]
         if logits_processors:
             seen = mx.concatenate([seen, tokens])

@@ -6,8 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-import mlx.nn as nn
-
 if TYPE_CHECKING:
     from .streaming import Streaming
 
@@ -56,7 +54,6 @@ class Ahead:
         return behind
 
 
-def a_layer_ahead(model: nn.Module) -> AbstractContextManager[None]:
-    """A block for one forward of ``model``, in which nothing of that is computed but by the layers that stream."""
-    streaming: Streaming | None = getattr(model, "streaming", None)
+def a_layer_ahead(streaming: Streaming | None) -> AbstractContextManager[None]:
+    """A block for one forward of a model, in which nothing of that is computed but by the layers that stream."""
     return streaming.a_layer_ahead() if streaming else nullcontext()

@@ -1,9 +1,9 @@
 """From a memory budget to slots: what is left, when everything that a run needs has its memory, holds experts.
 
 On the CPU, quantised weights that are small are kept as float32 where there is room, which makes each token faster.
-Those of linear layers come after the first half of the experts and before the second: of the embedded model, whose
-float32 weights take as much as 102 of its 128 slots, a token misses 33 experts with 32 slots, 8 with 64 and none with
-128. Those of experts come last of all.
+Where experts stream, those of linear layers come after slots for half of the experts and before the other slots: of the
+embedded model, whose float32 weights take as much as 102 of its 128 slots, a token misses 33 experts with 32 slots and
+8 with 64. Where all experts find room, nothing streams, and both kinds come after them.
 
 Sizes are in bytes.
 """
@@ -83,8 +83,7 @@ class Needs:
     @property
     def resident(self) -> int:
         """The smallest budget in which all experts are in memory, and nothing streams."""
-        larger = room_for(self.float32, self._work(LEAST_CHUNK)) if self.least < self.experts else 0
-        return sum(self.fixed.values()) + self._resident_work + self.experts * self.per_slot + larger
+        return sum(self.fixed.values()) + self._resident_work + self.experts * self.per_slot
 
     @property
     def _resident_work(self) -> int:

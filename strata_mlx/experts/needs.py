@@ -57,6 +57,8 @@ def needs_of(
     experts = [size for size in sizes if EXPERT_PARAMETER.fullmatch(size.name)]
     dense = [size for size in sizes if not EXPERT_PARAMETER.fullmatch(size.name)]
     head = sum(size.loaded for size in dense if size.name.startswith("mtp."))
+    # A fused head has a copy of its input projection.
+    copied = 0 if on_cpu() else sum(size.loaded for size in dense if size.name.startswith("mtp.fc."))
     attention = plan.attention()
     recurrent = len(plan.model.layers) - len(attention)
     state = _state_bytes(args, itemsize) if recurrent else 0
@@ -72,7 +74,7 @@ def needs_of(
         fixed={
             "process": process,
             "weights": sum(size.loaded for size in dense) - head,
-            "mtp_head": head,
+            "mtp_head": head + copied,
             "kv_cache": sequences * (sum(kv) + max(kv)),  # one grows while its old arrays are there
             "recurrent_state": sequences * 2 * recurrent * state,  # the next one is made from the one before
             # One more is made before the one that it takes the place of goes.

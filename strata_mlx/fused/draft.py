@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..device import evaluate
 from ..kernels import Build
 from ..models.mtp import DraftHead, MTPHead
 from ..models.trunk import Trunk
@@ -17,7 +18,8 @@ from .project import MAX_ROWS, project
 class FusedHead(MTPHead):
     """Takes over a draft head, parameters and their names included, but for prompts, which go its own way.
 
-    Its drafts are those of its own way up to rounding: the norms are not rounded before they are projected.
+    Its drafts are those of its own way up to rounding: the norms are not rounded before they are projected. Its input
+    projection is a copy of the head's as that is when it is made.
     """
 
     def __init__(self, head: MTPHead, inputs: tuple[Matrix, Matrix], trunk: Trunk, build: Build | None):
@@ -32,7 +34,7 @@ class FusedHead(MTPHead):
             return [project(embedding, [of_embedding], norm=norms[0], residual=x, dtype=hidden.dtype, build=build)]
 
         self._enter = compiled(enter, build)
-        self._leave = compiled(lambda hidden: [*super(FusedHead, self).likeliest(trunk, hidden)], build)
+        self._leave = compiled(lambda hidden: [*head.likeliest(trunk, hidden)], build)
 
     @classmethod
     def of(cls, head: DraftHead, trunk: Trunk, build: Build | None) -> FusedHead | None:
@@ -42,7 +44,10 @@ class FusedHead(MTPHead):
         whole, width = matrix_of(head.fc), head.pre_fc_norm_hidden.weight.size
         if whole is None or width % whole.group or width % whole.span:
             return None
-        return cls(head, (whole.columns(0, width), whole.columns(width, 2 * width)), trunk, build)
+        halves = whole.columns(0, width), whole.columns(width, 2 * width)
+        # A graph that is compiled would make again, at every call, what has not been computed yet.
+        evaluate([half.arrays for half in halves], "splitting the input projection of the draft head")
+        return cls(head, halves, trunk, build)
 
     def read(
         self, trunk: Trunk, tokens: mx.array, hidden: mx.array, cache: list[Any] | None = None, head: int = 0

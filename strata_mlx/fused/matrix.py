@@ -50,11 +50,11 @@ class Matrix:
 
     def columns(self, start: int, stop: int) -> Matrix:
         """A copy of the columns from ``start`` to ``stop``, both multiples of the span and of the group."""
-        units = (self.span, self.group, self.group)
-        weight, scales, biases = (
-            mx.contiguous(array[..., start // unit : stop // unit])
-            for array, unit in zip(self.arrays, units, strict=True)
-        )
+        weight = mx.contiguous(self.weight[..., start // self.span : stop // self.span])
+        if not self.bits:
+            return Matrix(weight, weight, weight)
+        groups = slice(start // self.group, stop // self.group)
+        scales, biases = (mx.contiguous(array[..., groups]) for array in (self.scales, self.biases))
         return Matrix(weight, scales, biases, self.bits, self.group)
 
     @property

@@ -35,7 +35,7 @@ class Trunk:
     """The layers, embedding and output head of a loaded model of any family; it holds no state of its own."""
 
     def __init__(self, model: nn.Module):
-        self._model = model
+        self._streaming = getattr(model, "streaming", None)  # and not the model, whose head may hold a trunk
         language = getattr(model, "language_model", model)
         self.embed: nn.Module = language.model.embed_tokens
         self.layers: list[nn.Module] = language.model.layers
@@ -49,10 +49,10 @@ class Trunk:
         begin: have a CPU compute each layer while the next one's operations are still being listed. Layers that stream
         see to that themselves.
         """
-        begin = begin and on_cpu() and getattr(self._model, "streaming", None) is None
+        begin = begin and on_cpu() and self._streaming is None
         x = self.embed(tokens)
         masks: dict[tuple[bool, bool], Any] = {}
-        with a_layer_ahead(self._model):
+        with a_layer_ahead(self._streaming):
             for layer, c in zip(self.layers, cache, strict=True):
                 kind = getattr(layer, "is_linear", False), getattr(layer, "is_sliding_window", False)
                 if kind not in masks:  # of the first layer of each kind, as in mlx-lm

@@ -4,6 +4,9 @@ off it is.
 A round's forward takes ``verify[rows - 1]``, and what comes before it ``draft[drafts - 1]``, once everything that they
 need is in memory; every expert that is not adds ``miss``. A storage model puts latency and bandwidth in the place of
 what reading took here.
+
+What is measured waits for the drafts, as gates do. Without a gate nothing waits, which on a GPU takes less than is said
+here.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ from ..experts.streaming import streaming_of
 from ..models.moe import MoEBlock, blocks
 from ..models.trunk import Trunk
 from ..speculation.decoder import SpeculativeDecoder
-from ..speculation.pacing import FIRST_STEPS
 from ..speculation.record import Round
 from ..values import read_json
 from .recording import STEPS, fingerprint
 
 VERSION = 1
+PLAIN_STEPS = 16  # of a document, where nothing is drafted
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int32]
@@ -240,12 +243,13 @@ class Probe:
     def run(self, prompt: Sequence[int], tokens: int, depth: int | None = None) -> None:
         """Decode once, with another number of drafts each time. depth: that number, 0 for plain steps."""
         depth = next(self._depths) if depth is None else depth
-        if depth:
-            decoder = SpeculativeDecoder(
-                self.model, prompt=prompt, max_tokens=tokens, max_steps=depth, retention=_AnyGate(self._random)
-            )
-        else:  # drafting is first tried after so many plain steps
-            decoder = SpeculativeDecoder(self.model, prompt=prompt, max_tokens=min(tokens, FIRST_STEPS), auto=True)
+        decoder = SpeculativeDecoder(
+            self.model,
+            prompt=prompt,
+            max_tokens=tokens if depth else min(tokens, PLAIN_STEPS),
+            max_steps=max(depth, 1),
+            retention=_AnyGate(self._random, plain=not depth),
+        )
         filled = [self._filled()]
         before = self._streaming.traffic() if self._streaming else None
         seen = 0
@@ -290,20 +294,22 @@ class Probe:
 
 
 class _AnyGate:
-    """A retention policy that keeps any number of drafts, all equally often. It is its own controller and gate."""
+    """A retention policy that keeps any number of drafts, all equally often. It is its own controller and gate. plain:
+    has none made.
+    """
 
     keeps_all = False
 
-    def __init__(self, random: Random):
-        self._random = random
+    def __init__(self, random: Random, plain: bool):
+        self._random, self._plain = random, plain
         self.kept, self.open, self._most, self._drafts = 0, True, 0, 0
 
     def start(self) -> _AnyGate:
         return self
 
     def depth(self, most: int) -> int:
-        self._drafts = most
-        return most
+        self._drafts = 0 if self._plain else most
+        return self._drafts
 
     def learn(self, latest: Round) -> None:
         """Nothing."""

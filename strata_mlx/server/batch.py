@@ -18,6 +18,7 @@ from ..device import evaluate
 from ..errors import Fault
 from ..experts.ahead import a_layer_ahead
 from ..experts.pressure import relieve
+from ..experts.streaming import streaming_of
 from .prefixes import Prefixes
 from .sequences import PENALISED, Sequence
 
@@ -139,7 +140,7 @@ class Batch:
 
     def _next(self, rows: list[Sequence], tokens: mx.array, cache: list[Any]) -> _Pending:
         """What follows ``tokens`` ``[B]``, one of each of ``rows``."""
-        with a_layer_ahead(self._model):
+        with a_layer_ahead(streaming_of(self._model)):
             logits = self._model(tokens[:, None], cache=cache)[:, -1]
         if any(row.processors for row in rows):
             logits = mx.concatenate(

@@ -1,8 +1,8 @@
 """Acceptance: the longest prefix of the drafts that the trunk confirms, and the trunk's own next token.
 
-Nothing here is evaluated: a result is two lazy arrays, so that one evaluation covers a whole round. ``...`` in shapes
-are the axes of a batch, whose windows do not touch each other. That logits are finite and ids valid is for the caller
-to check, since only the values can tell.
+Nothing of arrays is evaluated here: the result of sampling is two lazy arrays, so that one evaluation covers a whole
+round. ``...`` in shapes are the axes of a batch, whose windows do not touch each other. That logits are finite and ids
+valid is for the caller to check, since only the values can tell.
 """
 
 from __future__ import annotations
@@ -25,26 +25,19 @@ class Acceptance:
     token: mx.array
 
 
-def accept_greedy(drafts: mx.array, targets: mx.array, *, retained: mx.array | int | None = None) -> Acceptance:
-    """Keep a draft while it is what the trunk says itself: the text is that of plain greedy decoding.
+def accept_greedy(drafts: Sequence[int], targets: Sequence[int]) -> int:
+    """How many drafts to keep: those up to the first that is not what the trunk says itself. The token after them is
+    ``targets[accepted]``, and the text that of plain greedy decoding. On the host, since what the device goes on with
+    depends on it.
 
     Args:
-        drafts: ``[..., k]`` token ids; k may be 0.
-        targets: ``[..., k + 1]`` the trunk's argmax after t0 and after each draft.
-        retained: ``[...]`` how many of the drafts count, where a batch is padded to one k. None: all.
+        drafts: ``[k]`` token ids; k may be 0.
+        targets: ``[k + 1]`` the trunk's argmax after t0 and after each draft.
 
     Raises:
-        InputError: shapes that do not go together.
+        InputError: lengths that do not go together.
     """
-    _check_shapes(drafts, targets.shape)
-    accepted = _prefix(drafts == targets[..., :-1], retained)
-    return Acceptance(accepted, mx.take_along_axis(targets, accepted[..., None], axis=-1).squeeze(-1))
-
-
-def accepted_prefix(drafts: Sequence[int], targets: Sequence[int]) -> int:
-    """The same for ids that the host knows, as it does where nothing on the device goes on from them: how many of
-    ``drafts`` ``[k]`` are what ``targets`` ``[k + 1]`` say.
-    """
+    _check_shapes((len(drafts),), (len(targets),))
     return next((i for i, draft in enumerate(drafts) if draft != targets[i]), len(drafts))
 
 
@@ -79,7 +72,7 @@ def accept_sampled(
     Raises:
         InputError: shapes that do not go together.
     """
-    _check_shapes(drafts, logprobs.shape[:-1])
+    _check_shapes(drafts.shape, logprobs.shape[:-1])
     uniform_key, token_key = (None, None) if key is None else mx.random.split(key)
     keep = mx.random.uniform(shape=drafts.shape, key=uniform_key) < keep_probabilities(drafts, logprobs, draft_logprobs)
     accepted = _prefix(keep, retained)
@@ -102,7 +95,7 @@ def keep_probabilities(drafts: mx.array, logprobs: mx.array, draft_logprobs: mx.
     Raises:
         InputError: shapes that do not go together.
     """
-    _check_shapes(drafts, logprobs.shape[:-1])
+    _check_shapes(drafts.shape, logprobs.shape[:-1])
     k = drafts.shape[-1]
     ratio = _at(logprobs[..., :k, :], drafts)
     if draft_logprobs is not None:
@@ -196,7 +189,7 @@ def _pad(rows: mx.array, value: float, axis: int) -> mx.array:
     return mx.concatenate([rows, mx.full(shape, value)], axis=axis)
 
 
-def _check_shapes(drafts: mx.array, rows: tuple[int, ...]) -> None:
-    expected = (*drafts.shape[:-1], drafts.shape[-1] + 1) if drafts.ndim else None
+def _check_shapes(drafts: tuple[int, ...], rows: tuple[int, ...]) -> None:
+    expected = (*drafts[:-1], drafts[-1] + 1) if drafts else None
     if rows != expected:
-        raise InputError(f"acceptance: the trunk has rows {rows} for drafts {drafts.shape}, expected {expected}")
+        raise InputError(f"acceptance: the trunk has rows {rows} for drafts {drafts}, expected {expected}")

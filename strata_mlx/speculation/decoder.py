@@ -18,7 +18,7 @@ from ..models.moe import blocks
 from ..models.trunk import Hidden, Trunk
 from ..prefill import Progress, check_tokens, ignore, make_cache, read_tokens, rows_at_a_time
 from ..routing import verify_window
-from .acceptance import accept_sampled, accepted_prefix
+from .acceptance import accept_greedy, accept_sampled
 from .draft import MAX_STEPS, Drafter, MTPDrafter, Step
 from .pacing import Pacer
 from .record import Round, Stopwatch, Summary
@@ -28,8 +28,8 @@ from .window import Window, check_rollback
 
 
 def default_steps() -> int:
-    """Drafts in a round, where nobody says how many: on the CPU a row costs a third of a step, and three pay best; on an
-    H200 four pay, and eight not much more (benchmarks/speculation_speed.py).
+    """Drafts in a round, where nobody says how many: on the CPU a row costs a third of a step, and three pay best; on
+    an H200 four pay, and eight not much more (benchmarks/speculation_speed.py).
     """
     return 3 if on_cpu() else 4
 
@@ -82,7 +82,8 @@ class SpeculativeDecoder:
         max_tokens: how many to yield; -1 for no end.
         retention: which drafts are verified, and how many of ``max_steps`` are made.
         max_steps: how many drafts a round makes, 1 to 8; None is default_steps().
-        drafting: "chained" makes them in one evaluation; "stepwise" evaluates each and stops where the gates do.
+        drafting: "chained" makes them in one evaluation; "stepwise" evaluates each and stops where the gates do;
+            without gates both are the same.
         auto: draft only as long as it pays by the clock; else in every round.
         sampler: None takes the likeliest token; a Sampling draws drafts too and accepts them by rejection sampling. Any
             other function of log-probabilities ``[1, V]`` is called for every row, and drafts that it repeats stand.
@@ -306,7 +307,7 @@ class SpeculativeDecoder:
         self._wait(flight)
         flight.verify_seconds = self._watch.lap()
         drafts, said = [integer(step.token) for step in flight.drafts], np.array(flight.said).tolist()
-        accepted = accepted_prefix(drafts, said) if flight.drawn is None else integer(flight.drawn)
+        accepted = accept_greedy(drafts, said) if flight.drawn is None else integer(flight.drawn)
         flight.accepted = accepted
         # The sum of exponentials is not finite where one logit is NaN or +inf, or all are -inf.
         totals: Any = flight.totals.tolist()

@@ -17,7 +17,8 @@ class Pacer:
     A round loses what it took beyond the time in which plain steps give as many tokens. What pays by the average of the
     latest rounds goes on. Losses and gains are booked, gains only against earlier losses. What does not pay is tried
     while what was lost, and what a round is expected to lose, stay within SHARE of the time so far, or within TRIAL
-    plain steps. So it is tried the more rarely the more it loses, and costs no more than that.
+    plain steps. So it is tried the more rarely the more it loses, and costs no more than that, and what the latest
+    rounds gained where it did pay before.
 
     always: draft in every round, whatever it costs. plain: seconds of a plain step, where they are known before one
     was measured.

@@ -15,7 +15,7 @@ class Round:
     confidences: p_j of the drafts that were made. retained: drafts that were verified. accepted: drafts that the trunk
     confirmed. committed: tokens that the round gave; fewer than 1 + accepted where the text ended in the window.
     Seconds that the caller waited: until the window was chosen, until the trunk had run, and until the caches were
-    committed and the next drafts asked for.
+    committed and the next drafts asked for. Where no gate waits for them, a GPU makes the drafts in the second.
     """
 
     confidences: tuple[float, ...]

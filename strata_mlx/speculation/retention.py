@@ -108,7 +108,7 @@ class RetentionPolicy:
 
     @property
     def keeps_all(self) -> bool:
-        """Without any floor."""
+        """Without any floor. Confidences are not looked at then, so that one which is no number ends nothing either."""
         return not self.opted_in and self.min_p == 0
 
     def floor(self, step: int) -> float:

@@ -106,7 +106,7 @@ def test_biased_routing_leaves_nothing_behind(folder: Path, left_behind: list[ob
 def test_a_forward_that_ends_early_is_safe_to_compute(folder: Path, left_behind: list[object]) -> None:
     def first_layer(model: nn.Module) -> list[Any]:
         trunk, cache, x = Trunk(model), make_cache(model), mx.array([TEXT[:1]])
-        with a_layer_ahead(model):
+        with a_layer_ahead(streaming_of(model)):
             x = trunk.layers[0](trunk.embed(x), mask=None, cache=cache[0])
         return [np.array(x)]
 
@@ -133,7 +133,7 @@ def test_what_was_cut_short_is_not_gone_on_with(folder: Path, expected: list[Any
     trunk, cache = Trunk(model), make_cache(model)
 
     def interrupted() -> None:
-        with a_layer_ahead(model):
+        with a_layer_ahead(streaming_of(model)):
             trunk.layers[0](trunk.embed(mx.array([TEXT[:1]])), mask=None, cache=cache[0])
             raise KeyboardInterrupt
 

@@ -95,8 +95,12 @@ def test_float32_weights_come_after_the_first_half_of_the_experts(demand: Needs,
         assert fit.slots >= demand.experts / 2 or not fit.parts["float32"]
         # and before the second: until all are there, what is left is theirs
         assert fit.parts["float32"] >= dense or fit.slots <= max(demand.least, (demand.experts + 1) // 2)
-    elif demand.least < demand.experts:
-        assert fit.parts["float32"] >= dense
+
+
+@given(any_needs(), shares)
+def test_float32_weights_have_nobody_read_experts_who_need_not(demand: Needs, share: float) -> None:
+    budget = between(demand, share)
+    assert demand.fit(budget).streams == replace(demand, float32=(), float32_experts=()).fit(budget).streams
 
 
 @given(any_needs())

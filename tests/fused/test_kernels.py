@@ -76,6 +76,7 @@ def test_columns_of_a_matrix(bits: int) -> None:
     whole = matrix(0, 10, 192, bits=bits, group=64)
     some = whole.columns(64, 192)
     np.testing.assert_array_equal(reference.dense(some), reference.dense(whole)[:, 64:])
+    assert bits or some.scales is some.weight is some.biases
     x = random(1, 1, 2, 128)
     close(project(x, [some], build=BUILD), wide(x) @ reference.dense(whole)[:, 64:].T, mx.float32)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,19 @@ def test_a_fused_head_drafts_what_its_own_way_drafts(family: str, folders: dict[
     assert found[0][1] == found[1][1]
     assert mx.allclose(found[0][0], found[1][0], rtol=1e-4, atol=1e-4).item()
     assert mx.allclose(found[0][2], found[1][2], rtol=1e-4).item()
+
+
+def test_a_fused_model_goes_when_nobody_has_it(folders: dict[str, Path]) -> None:
+    """At once, and its memory with it."""
+    model = fused(folders["qwen3_next"], mtp=True)
+    model.mtp.read(Trunk(model), mx.array([[1]]), mx.zeros((1, 1, 64)), model.mtp.make_cache())
+    there = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 def test_the_output_head_follows_its_weights(folders: dict[str, Path]) -> None:

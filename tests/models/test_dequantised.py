@@ -114,20 +114,20 @@ def grown(model: nn.Module, plain: nn.Module) -> int:
 
 def test_a_budget_has_as_many_as_it_has_room_for(needs: Needs, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = dequantised.LIMIT
-    plain = {slots: embedded(monkeypatch, 0, slots=slots) for slots in (64, 127, None)}
+    plain = {slots: embedded(monkeypatch, 0, slots=slots) for slots in (64, None)}
     monkeypatch.setattr(dequantised, "LIMIT", limit)
-    dense = room_for(needs.float32, 0)
-    full = needs.resident + room_for(needs.float32_experts, 0)
+    dense, both = room_for(needs.float32, 0), room_for(needs.float32 + needs.float32_experts, 0)
     seen = []
-    for budget in (needs.smallest, needs.resident - dense, needs.resident - 1, needs.resident, full):
+    for budget in (needs.smallest, *(needs.resident + more for more in (-1, 0, dense, both))):
         model = load(mtp=True, memory=budget, context=CONTEXT)[0]
         room = model.fit.parts["float32"]
         more = grown(model, plain[64 if model.fit.streams else None])
         assert more <= room
         seen.append((room, more, len(quantised_modules(model))))
-    assert seen[0][:2] == (0, 0)
-    assert [left for _, _, left in seen[2:]] == [0, 27, 0]  # streamed experts are not counted
-    assert [room for room, _, _ in seen] == sorted(room for room, _, _ in seen)
+    assert seen[0][:2] == seen[2][:2] == (0, 0)
+    assert seen[1][1] > 0  # while experts are streamed
+    assert 0 < seen[3][2] <= 27  # of experts
+    assert seen[4][2] == 0
 
 
 @pytest.mark.parametrize("free", [0, 1 << 20, 16 << 20])
@@ -140,8 +140,8 @@ def test_what_has_no_room_is_left_out(room: int, free: int, monkeypatch: pytest.
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     dequantised.dequantise(model, room, free)
-    assert mx.get_active_memory() - before <= room
-    assert mx.get_peak_memory() - before <= room + free + 1000  # for some scalars
+    assert mx.get_active_memory() - before <= room + 16_384  # MLX counts whole pages
+    assert mx.get_peak_memory() - before <= room + free + 17_384  # for some scalars
     assert mx.get_active_memory() - before >= room * (free > 8 << 20) - (1 << 20)
 
 

@@ -215,22 +215,9 @@ def a_key_repeats_its_draws_and_another_does_not() -> None:
 def greedy_keeps_the_common_prefix() -> None:
     for k in range(4):
         for drafts, targets in product(product(range(2), repeat=k), product(range(2), repeat=k + 1)):
-            n = next((i for i in range(k) if drafts[i] != targets[i]), k)
-            for retained in range(k + 1):
-                got = acceptance.accept_greedy(mx.array(drafts, mx.uint32), mx.array(targets), retained=retained)
-                assert (got.accepted.item(), got.token.item()) == (min(n, retained), targets[min(n, retained)])
-            assert acceptance.accepted_prefix(drafts, targets) == n
-
-
-@_property
-def rows_of_a_greedy_batch_are_their_own() -> None:
-    rng = np.random.default_rng(0)
-    drafts, targets = rng.integers(0, 2, (64, 5)), rng.integers(0, 2, (64, 6))
-    retained = rng.integers(0, 6, 64)
-    got = acceptance.accept_greedy(mx.array(drafts), mx.array(targets), retained=mx.array(retained))
-    for i in range(64):
-        alone = acceptance.accept_greedy(mx.array(drafts[i]), mx.array(targets[i]), retained=int(retained[i]))
-        assert (got.accepted[i].item(), got.token[i].item()) == (alone.accepted.item(), alone.token.item())
+            accepted = acceptance.accept_greedy(drafts, targets)
+            assert drafts[:accepted] == targets[:accepted]
+            assert accepted == k or drafts[accepted] != targets[accepted]
 
 
 @_property
@@ -238,9 +225,11 @@ def certainty_makes_sampling_greedy() -> None:
     rng = np.random.default_rng(1)
     logits, drafts = rng.normal(size=(200, 4, 3)), rng.integers(0, 3, (200, 3))
     logprobs = acceptance.sampling_logprobs(mx.array(logits.astype(np.float32)))
-    greedy = acceptance.accept_greedy(mx.array(drafts), mx.array(logits.argmax(axis=-1)))
     sampled = acceptance.accept_sampled(mx.array(drafts), logprobs, key=mx.random.key(0))
-    assert outcomes(greedy, drafts) == outcomes(sampled, drafts)
+    counts, tokens = np.array(sampled.accepted), np.array(sampled.token)
+    for row, targets, count, token in zip(drafts, logits.argmax(-1), counts, tokens, strict=True):
+        accepted = acceptance.accept_greedy(row, targets)
+        assert (accepted, targets[accepted]) == (count, token)
 
 
 def settings_and_logits() -> list[tuple[dict[str, Any], Floats]]:

@@ -83,7 +83,6 @@ def test_nothing_is_evaluated_on_the_way() -> None:
     def whole_round(drafts: mx.array, logits: mx.array, q: mx.array, key: mx.array) -> tuple[mx.array, ...]:
         logprobs = sampling_logprobs(logits, temp=0.8, top_k=3)
         results = (
-            accept_greedy(drafts, mx.argmax(logits, axis=-1)),
             accept_sampled(drafts, logprobs, key=key),
             accept_sampled(drafts, logprobs, q, key=key, retained=drafts[:, 0]),
         )
@@ -95,12 +94,12 @@ def test_nothing_is_evaluated_on_the_way() -> None:
 
 def test_shapes_that_do_not_go_together_are_refused() -> None:
     drafts, rows = mx.zeros((2, 3), mx.int32), mx.zeros((2, 4, 5))
-    with refuses(InputError, "(2, 3)", "(2, 4)"):
-        accept_greedy(drafts, mx.zeros((2, 3), mx.int32))
+    with refuses(InputError, "(3,)", "(4,)"):
+        accept_greedy([1, 2, 3], [1, 2, 3])
     with refuses(InputError, "(4, 5)"):
         accept_sampled(drafts, mx.zeros((4, 5, 5)))
     with refuses(InputError, "()"):
-        accept_greedy(mx.array(1), mx.zeros((2,), mx.int32))
+        accept_sampled(mx.array(1), mx.zeros((2, 5)))
     for wrong in ((2, 2, 5), (2, 5, 5), (2, 3, 4), (3, 5)):
         with refuses(InputError, str(wrong), "(2, 3, 5)"):
             accept_sampled(drafts, rows, mx.zeros(wrong))
