@@ -31,10 +31,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import heldout, report
-from benchmarks.models import embedded_with_float32_scales
+from benchmarks.models import for_mlx_lm
 from strata_mlx import load
-from strata_mlx.device import on_cpu
-from strata_mlx.hub import EMBEDDED
 from strata_mlx.models.trunk import Trunk
 from strata_mlx.prefill import make_cache
 from strata_mlx.speculation.window import Window
@@ -54,7 +52,7 @@ class Ours:
 
     def window(self, tokens: mx.array) -> None:
         window = Window(self.cache, tokens.size)
-        hidden = self._trunk(tokens[None], window.layers).after
+        hidden = self._trunk(tokens[None], window.layers, begin=tokens.size > 1).after
         mx.eval(self.logits(hidden))
         window.commit(0)
 
@@ -124,7 +122,7 @@ def row(name: str, seconds: dict[int, list[float]]) -> dict[str, Any]:
 
 
 def run(work: Path, args: Any) -> dict[str, Any]:
-    path = args.model or (embedded_with_float32_scales(work / "float32") if on_cpu() else EMBEDDED)
+    path = for_mlx_lm(args.model, work / "float32")
     model, tokenizer = load(path)
     (text,) = heldout.windows(tokenizer, 1, args.context + 64 * max(ROWS))
     context, tokens = mx.array(text[: args.context]), mx.array(text[args.context :])

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from strata_mlx.checkpoint import Checkpoint
 from strata_mlx.checkpoint.convert import Conversion, convert
+from strata_mlx.device import on_cpu
 from strata_mlx.hub import EMBEDDED
 from strata_mlx.models.plan import plan_model
 
@@ -27,3 +28,8 @@ def embedded_with_float32_scales(folder: Path, pack: bool = False) -> Path:
     """
     plan = plan_model(Checkpoint.open(EMBEDDED), mtp=False)
     return convert(Conversion(plan, None, dtype=mx.float32, pack=pack), folder, progress=False)
+
+
+def for_mlx_lm(model: str | None, folder: Path) -> str | Path:
+    """``model``, or the embedded model as mlx_lm is fastest with it here: on a CPU, a copy in the new ``folder``."""
+    return model or (embedded_with_float32_scales(folder) if on_cpu() else EMBEDDED)

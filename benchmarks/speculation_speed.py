@@ -34,11 +34,9 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import heldout, report
-from benchmarks.models import embedded_with_float32_scales
+from benchmarks.models import for_mlx_lm
 from strata_mlx import RetentionPolicy, SpeculativeDecoder, load
-from strata_mlx.device import on_cpu
 from strata_mlx.engine import generate_step
-from strata_mlx.hub import EMBEDDED
 from strata_mlx.models.trunk import Trunk
 from strata_mlx.speculation.decoder import default_steps
 from strata_mlx.speculation.record import Round
@@ -123,7 +121,7 @@ def row(name: str, all_speeds: dict[str, list[float]], rounds: list[Round], laye
 
 def run(work: Path, args: Any) -> dict[str, Any]:
     model, tokenizer = load(args.model, mtp=True)
-    files = args.model or (embedded_with_float32_scales(work / "float32") if on_cpu() else EMBEDDED)
+    files = for_mlx_lm(args.model, work / "float32")
     prompts = heldout.windows(tokenizer, args.prompts, PROMPT_TOKENS)
     every = ways(model, mlx_lm.load(str(files))[0], args.tokens, args.max_steps)
     for way in every.values():  # the first run of each compiles

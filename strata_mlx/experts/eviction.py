@@ -59,12 +59,22 @@ def make_eviction(name: str, experts: int, state: Mapping[str, Any] | None = Non
     return LRU(scores) if name == "lru" else DecayedFrequency(scores, name)
 
 
-class LRU:
-    """Least recently used: the score is the number of the row that last selected the expert."""
+class _Scores:
+    """What policies with a score per expert have in common: those with the smallest go first."""
 
     def __init__(self, scores: NDArray[np.float64]):
         self._scores = scores  # [E]
         self.score, self.epoch = scores.data.cast("B").cast("d"), 0
+
+    def victims(self, candidates: Sequence[int], count: int) -> list[int]:
+        return sorted(candidates, key=self.score.__getitem__)[:count]
+
+
+class LRU(_Scores):
+    """Least recently used: the score is the number of the row that last selected the expert."""
+
+    def __init__(self, scores: NDArray[np.float64]):
+        super().__init__(scores)
         self._rows = float(scores.max())
 
     def used(self, ids: Rows) -> None:
@@ -73,14 +83,11 @@ class LRU:
         self._scores[ids] = self._rows + 1 if rows == 1 else np.arange(1, rows + 1)[:, None] + self._rows
         self._rows += rows
 
-    def victims(self, candidates: Sequence[int], count: int) -> list[int]:
-        return sorted(candidates, key=self.score.__getitem__)[:count]
-
     def to_dict(self) -> dict[str, Any]:
         return _state("lru", self._scores - self._rows)
 
 
-class DecayedFrequency:
+class DecayedFrequency(_Scores):
     """The score is the sum over all uses of ``2 ** (-age / half_life)``, age in rows.
 
     That is LRFU (Lee et al., IEEE Transactions on Computers 50(12), 2001, section 3), with 1 / half_life as its
@@ -88,8 +95,7 @@ class DecayedFrequency:
     """
 
     def __init__(self, scores: NDArray[np.float64], name: str):
-        self._scores = scores  # [E], in units of _weight
-        self.score, self.epoch = scores.data.cast("B").cast("d"), 0
+        super().__init__(scores)  # in units of _weight
         self._weight = 1.0  # of a use in the latest row: it grows, so that nothing else need shrink row by row
         self._name, self._growth = name, 2 ** (1 / HALF_LIVES[name])
 
@@ -105,9 +111,6 @@ class DecayedFrequency:
             self._weight *= self._growth
             for expert in ids[0]:
                 self.score[expert] += self._weight
-
-    def victims(self, candidates: Sequence[int], count: int) -> list[int]:
-        return sorted(candidates, key=self.score.__getitem__)[:count]
 
     def to_dict(self) -> dict[str, Any]:
         return _state(self._name, self._scores / self._weight)

@@ -123,8 +123,12 @@ class StreamedExperts(nn.Module):
         """Whether the next layer may be prepared before the experts of this one are known: where the promise is kept
         whatever they are, without waves, and without computing apart with those that are in memory.
         """
-        quick = pairs * self._read_seconds <= SPLIT_SECONDS
-        return self._ahead.open and self.followed and self._pool.patient and quick and self.table.takes(pairs)
+        may = self._ahead.open and self.followed and self._pool.patient
+        return may and not self._are_slow(pairs) and self.table.takes(pairs)
+
+    def _are_slow(self, experts: int) -> bool:
+        """Whether so many take so long to read that it pays to compute with the resident ones apart."""
+        return experts * self._read_seconds > SPLIT_SECONDS
 
     def _waited(self, seconds: float) -> None:
         """Of the host's time so many were the device's."""
@@ -159,8 +163,7 @@ class StreamedExperts(nn.Module):
         if len(missing):
             if not table.fits(missing, needed):
                 return self._in_groups(x, chosen, *by_use(table, chosen, missing), compute)
-            slow = len(missing) * self._read_seconds > SPLIT_SECONDS
-            if slow and len(missing) < len(needed):
+            if self._are_slow(len(missing)) and len(missing) < len(needed):
                 return self._in_groups(x, chosen, missing, needed, compute)
             self._fetch(missing.tolist(), needed)
             slots = table.slot_of[chosen]
@@ -178,8 +181,7 @@ class StreamedExperts(nn.Module):
         slots = table.slots_of(row)
         missing = [expert for expert, slot in zip(row, slots, strict=True) if slot < 0]
         if missing:
-            slow = len(missing) * self._read_seconds > SPLIT_SECONDS
-            if not table.takes(len(row)) or (slow and len(missing) < len(row)):
+            if not table.takes(len(row)) or (self._are_slow(len(missing)) and len(missing) < len(row)):
                 return False
             self._fetch(missing, row)
             slots = table.slots_of(row)

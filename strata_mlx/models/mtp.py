@@ -77,8 +77,13 @@ class DraftHead(nn.Module):
         if self.picks:
             token, probability = self.picks(logits)
             return token, probability[0]
-        logits = logits.astype(mx.float32)
-        return mx.argmax(logits, axis=-1), mx.exp(mx.max(logits) - mx.logsumexp(logits))
+        return mx.argmax(logits, axis=-1), confidence(logits)
+
+
+def confidence(logits: mx.array) -> mx.array:
+    """The probability of the likeliest token by one row of logits ``[1, V]``, a float32 scalar."""
+    logits = logits.astype(mx.float32)
+    return mx.exp(mx.max(logits) - mx.logsumexp(logits))
 
 
 class MTPHead(DraftHead):

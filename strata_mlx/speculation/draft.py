@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import InputError
-from ..models.mtp import DraftHead
+from ..models.mtp import DraftHead, confidence
 from ..models.numpy_head import for_drafts
 from ..models.trunk import Hidden, Trunk
 from .sampling import Sampling
@@ -145,9 +145,8 @@ class MTPDrafter:
         if self._sampling is None:
             return Step(*self._head.likeliest(self._trunk, state, head))
         logits = self._head.logits(self._trunk, state, head)[0].astype(mx.float32)
-        confidence = mx.exp(mx.max(logits) - mx.logsumexp(logits))
         logprobs = self._sampling.logprobs(logits)
-        return Step(mx.random.categorical(logprobs), confidence, logprobs[0])
+        return Step(mx.random.categorical(logprobs), confidence(logits), logprobs[0])
 
 
 def _joined(before: mx.array | None, states: mx.array) -> mx.array:
