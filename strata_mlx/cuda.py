@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from numpy.typing import NDArray
 
 from . import modules
 from .errors import Fault
@@ -36,6 +37,7 @@ _TYPES = {
 # What is a fused multiply-add says the source: where the compiler chose, the bits of a row could depend on how many
 # rows a kernel is for.
 _OPTIONS = ("--fmad=false",)
+_PREFERRED_LOCATION, _ACCESSED_BY, _HOST = 3, 5, -1  # of the driver's cuMemAdvise
 _INCLUDES = "#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n"
 
 
@@ -192,6 +194,19 @@ def available() -> bool:
     except OSError:
         return False
     return hasattr(mx.fast, "precompiled_cuda_kernel")
+
+
+def stay_on_host(memory: NDArray[Any]) -> None:
+    """Have pages of managed memory stay with the host, and the GPU read them over the bus: else they go to whichever
+    touched them last, which takes tenths of a millisecond. Where a system has no such pages (WSL), or the driver cannot
+    be asked, nothing is done: results do not depend on it.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        driver.cuDeviceGetCount(ctypes.byref(count))
+        place, size = ctypes.c_uint64(memory.__array_interface__["data"][0]), ctypes.c_size_t(memory.nbytes)
+        for advice, device in ((_PREFERRED_LOCATION, _HOST), *((_ACCESSED_BY, gpu) for gpu in range(count.value))):
+            driver.cuMemAdvise(place, size, advice, ctypes.c_int(device))
 
 
 class Nvrtc:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from threading import Barrier
 from typing import Any, get_args
@@ -20,6 +21,8 @@ import pytest
 
 from benchmarks.route_kernel import empty_kernel
 from strata_mlx import Fault, cuda, kernels, load, modules
+from strata_mlx.experts.staged import StagedSlots
+from strata_mlx.fused.experts import Passing, experts_mix
 from strata_mlx.fused.layer import fuse
 from strata_mlx.fused.tokens import likeliest
 from strata_mlx.warmup import build_graphs
@@ -325,11 +328,14 @@ def launch_everything(folder: Path) -> None:
     """Every kernel of the package: in the types of a checkpoint and of streamed experts, with and without residency."""
     build = kernels.build_cuda
     build_graphs(fused(load(mtp=True, dtype="bfloat16")[0]))
-    build_graphs(fused(streamed(checkpoint(folder, "qwen3_next", "stacked"), 4)))
+    staged = partial(StagedSlots, build=build)
+    build_graphs(fused(streamed(checkpoint(folder, "qwen3_next", "stacked"), 4, kind=staged)))
     resident, kinds, tables = mx.zeros(16, mx.bool_), mx.zeros(2, mx.bool_), np.ones((2, 2, 4), np.float32)
     for dtype in (mx.float32, mx.bfloat16):
         logits = mx.zeros((2, 16), dtype)
         likeliest(logits, build=build)
+        x, pairs = mx.zeros((1, 1, 64), dtype), mx.zeros((1, 1, 4, 64))
+        experts_mix(pairs, mx.zeros((1, 1, 4)), None, Passing(x, None, logits, False), build)
         for router in get_args(kernels.Router):
             for given in ((None, None, None), (resident, tables, kinds)):
                 ids, _ = kernels.route_select(logits, *given, top_k=4, router=router, build=build)

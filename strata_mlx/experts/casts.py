@@ -23,7 +23,7 @@ STORED: dict[str, tuple[type[np.generic], mx.Dtype]] = {
     "F16": (np.float16, mx.float16),
     "F32": (np.float32, mx.float32),
 }
-_NUMPY = {dtype: kind for kind, dtype in STORED.values()}
+HOST_TYPES = {dtype: kind for kind, dtype in STORED.values()}
 _SHIFT = np.array(16, np.uint32)
 _TOGETHER = 1 << 14  # elements: below, calls cost more than the second copy
 
@@ -37,7 +37,7 @@ class Caster:
     def __init__(
         self, stored: mx.Dtype, wanted: mx.Dtype, shapes: Sequence[tuple[int, ...]], places: Sequence[int] = ()
     ):
-        sizes, kind = [math.prod(shape) for shape in shapes], _NUMPY[stored]
+        sizes, kind = [math.prod(shape) for shape in shapes], HOST_TYPES[stored]
         self._cast = _CASTS.get((stored, wanted), np.copyto)
         self._small = sum(sizes) < _TOGETHER
         if not self._small:
@@ -52,7 +52,7 @@ class Caster:
             self._cast, self._target = np.copyto, halves[:, 1]
             self._made = _split(halves.view(np.float32)[:, 0], shapes)
         else:
-            self._target = np.empty(len(self._source), _NUMPY[wanted])
+            self._target = np.empty(len(self._source), HOST_TYPES[wanted])
             self._made = _split(self._target, shapes)
 
     def deliver(self, into: Sequence[NDArray[Any]]) -> None:

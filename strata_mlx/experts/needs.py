@@ -22,6 +22,7 @@ from ..models.plan import KeysAndValues, ModelPlan, group_of
 from ..speculation.draft import MAX_STEPS
 from . import system
 from .budget import CONTEXT, Activations, Needs, gpu_memory
+from .staged import staging_bytes
 
 KV_STEP = 256  # tokens that an attention cache grows by
 # Measured on the CPU (benchmarks/memory_budget.py): code and stacks that a process first touches when it decodes, and
@@ -67,6 +68,7 @@ def needs_of(
     together = activations.of(sequences) + _LOGITS * sequences * args.vocab_size * 4 if sequences > 1 else 0
     own_gpu = system.on_gpu_of_its_own()
     process = _process(own_gpu)  # before anything computes, which _FIRST_USE is for
+    slots = _slot_bytes(experts, args.num_experts)
     # Other types than float32 are multiplied as they are.
     grown = growths(plan.model) if compute_dtype(dtype) == mx.float32 else ([], [])
     return Needs(
@@ -81,13 +83,14 @@ def needs_of(
             "prefixes": prefixes + sum(kv) + recurrent * state if prefixes else 0,
             "adapters": adapters,
             "buffers": _BUFFERS if on_cpu() else _BUFFERS_GPU,
+            "staging": staging_bytes(max(slots)) if own_gpu else 0,
         },
         loading=_by_group(dense),
         loading_resident=_by_group(sizes),
         activations=activations,
         resident_nodes=recurrent * _NODES,
         window=max(_window_bytes(args, recurrent, state, itemsize), together),
-        per_slot=_slot_bytes(experts, args.num_experts, own_gpu),
+        per_slot=sum(slots),
         layers=len(blocks(plan.model)),
         experts=args.num_experts,
         least=args.num_experts_per_tok,
@@ -98,13 +101,13 @@ def needs_of(
     )
 
 
-def _slot_bytes(sizes: list[_Size], experts: int, own_gpu: bool) -> int:
-    """Of a slot in every layer; where experts are copied to a GPU, a layer at a time, with room for the copies."""
+def _slot_bytes(sizes: list[_Size], experts: int) -> list[int]:
+    """Of a slot in each layer."""
     layers: dict[str, int] = {}
     for size in sizes:
         layer = size.name.partition(".switch_mlp.")[0]
         layers[layer] = layers.get(layer, 0) + size.loaded // experts
-    return sum(layers.values()) + (max(layers.values()) if own_gpu else 0)
+    return list(layers.values())
 
 
 def _by_group(sizes: list[_Size]) -> int:

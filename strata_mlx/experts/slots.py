@@ -6,7 +6,9 @@ only after write(), which first has every result computed that may read the slot
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from struct import pack_into
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +19,7 @@ from mlx.utils import tree_unflatten
 from numpy.typing import NDArray
 
 from ..device import evaluate, on_cpu
+from .work import Compute, apply
 
 if TYPE_CHECKING:
     from .ranges import Field
@@ -24,15 +27,6 @@ if TYPE_CHECKING:
 _PAGE = 4096
 
 Targets = Sequence[NDArray[Any]]  # where the fields of one expert are to be written
-
-
-Compute = Callable[[nn.Module, mx.array, mx.array], mx.array]
-
-
-def apply(experts: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
-    """mlx-lm's own call: ``[..., K, D]`` of rows ``[..., D]`` and indices ``[..., K]``."""
-    result: mx.array = experts(x, indices)
-    return result
 
 
 class SlotPool(Protocol):
@@ -43,13 +37,16 @@ class SlotPool(Protocol):
     pads: whether a call for a part of a window's pairs computes other bits than one for all of them, unless it has as
     many pairs as choose the same kernel.
 
-    patient: whether the next layer is prepared before a promise is fulfilled: on the CPU, where the host is what bounds
-    small models. Elsewhere that has not been measured.
+    patient: whether the next layer is prepared before a promise is fulfilled: on the CPU and on CUDA, where the host is
+    what bounds small models. On Metal that has not been measured.
+
+    at_a_time: how many experts write() takes.
     """
 
     experts: nn.Module
     pads: bool
     patient: bool
+    at_a_time: int
 
     def __call__(self, x: mx.array, slots: NDArray[np.int32], compute: Compute = apply) -> mx.array:
         """Apply the experts in ``slots [..., K]`` to ``x [..., D]``, lazily: ``[..., K, D]``."""
@@ -61,7 +58,8 @@ class SlotPool(Protocol):
         """
 
     def write(self, slots: Sequence[int]) -> list[Targets]:
-        """Where the experts for ``slots`` are to be written: one array per field and slot, bfloat16 as uint16.
+        """Where the experts for ``slots`` are to be written: one array per field and slot, C-contiguous, bfloat16 as
+        uint16.
 
         Every result that reads one of the slots has been computed before this returns.
         """
@@ -79,7 +77,7 @@ class SlotPool(Protocol):
         """
 
 
-class _Readers:
+class Readers:
     """Results that may not have been computed yet, and the slots that each of them reads."""
 
     def __init__(self) -> None:
@@ -97,24 +95,21 @@ class _Readers:
 
 
 class Promise:
-    """outputs: of a call of a SlotPool, ``[..., K, D]``, lazily. They must not be computed before fulfil().
+    """A call of a SlotPool whose slots are told later.
 
-    indices: uint32, of the slots; no other promise has them, and nothing that reads them is left to be computed.
+    outputs: of the call, lazily. They must not be computed before fulfil(). tell: given this and the slots in order,
+    has the device find them there.
     """
 
-    def __init__(self, experts: nn.Module, x: mx.array, indices: _Indices, readers: _Readers, compute: Compute):
-        self.outputs = compute(experts, x, indices.array)
-        self._indices, self._readers = indices, readers
+    def __init__(self, outputs: mx.array, tell: Callable[[Promise, Sequence[int]], None]):
+        self.outputs = outputs
+        self._tell = tell
 
     def fulfil(self, slots: NDArray[np.int32] | Sequence[int]) -> None:
         """Tell the slots: an array of the shape, or a list of them all. Raises ValueError where there is a newer
         promise, which has taken the place of this one.
         """
-        flat = slots.ravel().tolist() if isinstance(slots, np.ndarray) else slots
-        if self._indices.promise is not self:
-            raise ValueError("this promise was given up for another one")
-        pack_into(f"{len(flat)}I", self._indices.view, 0, *flat)
-        self._readers.add(self.outputs, flat)
+        self._tell(self, slots.ravel().tolist() if isinstance(slots, np.ndarray) else slots)
 
 
 class _Indices:
@@ -122,8 +117,18 @@ class _Indices:
 
     def __init__(self, shape: tuple[int, ...]):
         self.array = mx.array(np.zeros(shape, np.uint32))
-        self.view = np.array(self.array, copy=False).data.cast("B")
+        self._view = np.array(self.array, copy=False).data.cast("B")
         self.promise: Promise | None = None
+
+    def tell(self, promise: Promise, slots: Sequence[int]) -> None:
+        only_newest(promise, self.promise)
+        pack_into(f"{len(slots)}I", self._view, 0, *slots)
+
+
+def only_newest(promise: Promise, newest: Promise | None) -> None:
+    """Raise ValueError where there is a newer promise."""
+    if promise is not newest:
+        raise ValueError("this promise was given up for another one")
 
 
 class UnifiedSlots:
@@ -133,14 +138,16 @@ class UnifiedSlots:
     The buffers are never assigned to through MLX, which may move them away from under the host's views.
     """
 
+    at_a_time = sys.maxsize
+
     def __init__(self, experts: nn.Module, fields: Sequence[Field], count: int):
         self.pads, self.patient = not on_cpu(), on_cpu()
         self._fields = fields
         self._arrays = [_page_aligned(field, count) for field in fields]
         self._views = [_view(array) for array in self._arrays]
-        self.experts = _with_parameters(experts, fields, self._arrays)
+        self.experts = with_parameters(experts, fields, self._arrays)
         self._targets: list[Targets | None] = [None] * count  # by slot, made when first written
-        self._readers = _Readers()
+        self._readers = Readers()
         self._indices: dict[tuple[int, ...], _Indices] = {}  # by shape
 
     def __call__(self, x: mx.array, slots: NDArray[np.int32], compute: Compute = apply) -> mx.array:
@@ -153,8 +160,13 @@ class UnifiedSlots:
         if shape not in self._indices:
             self._indices[shape] = _Indices(shape)
         indices = self._indices[shape]
-        indices.promise = promise = Promise(self.experts, x, indices, self._readers, compute)
+        outputs = compute(self.experts, x, indices.array)
+        indices.promise = promise = Promise(outputs, partial(self._tell, indices))
         return promise
+
+    def _tell(self, indices: _Indices, promise: Promise, slots: Sequence[int]) -> None:
+        indices.tell(promise, slots)
+        self._readers.add(promise.outputs, slots)
 
     def write(self, slots: Sequence[int]) -> list[Targets]:
         self._readers.settle(slots)
@@ -178,67 +190,8 @@ class UnifiedSlots:
             view = _view(array)
             for old, new in moves:
                 view[new] = self._views[i][old]
-            _with_parameters(self.experts, [field], [array])
+            with_parameters(self.experts, [field], [array])
             self._arrays[i], self._views[i] = array, view
-
-
-class StagedSlots:
-    """Slots in memory of a CUDA device: experts are read into host memory and copied in one update per field.
-
-    A host view of a managed array would have its pages migrate to the host and back. Arguments as of UnifiedSlots.
-    """
-
-    def __init__(self, experts: nn.Module, fields: Sequence[Field], count: int):
-        self.pads, self.patient = not on_cpu(), False
-        self._arrays = [mx.zeros((count, *field.shape), field.dtype) for field in fields]
-        evaluate(self._arrays, f"making room for {count} experts")
-        self.experts = _with_parameters(experts, fields, self._arrays)
-        self._fields = fields
-        self._readers = _Readers()
-        self._staging: list[NDArray[Any]] = []  # per field, for as many experts as were ever read at a time
-        self._staged: list[int] = []  # the slots that these are for
-
-    def __call__(self, x: mx.array, slots: NDArray[np.int32], compute: Compute = apply) -> mx.array:
-        result = compute(self.experts, x, mx.array(slots.view(np.uint32)))
-        self._readers.add(result, slots.ravel().tolist())
-        return result
-
-    def promise(self, x: mx.array, shape: tuple[int, ...], compute: Compute = apply) -> None:
-        """Telling the slots later would be such a host write."""
-
-    def write(self, slots: Sequence[int]) -> list[Targets]:
-        if not self._staging or len(slots) > len(self._staging[0]):
-            self._staging = [np.empty((len(slots), *field.shape), _host_type(field.dtype)) for field in self._fields]
-        self._staged = list(slots)
-        return [[staging[row] for staging in self._staging] for row in range(len(slots))]
-
-    def land(self) -> None:
-        """Any reader of an array, even of other slots, would have the update copy all of it: they are waited for."""
-        self._readers.settle()
-        index = mx.array(self._staged)
-        for array, staging in zip(self._arrays, self._staging, strict=True):
-            array[index] = mx.array(staging[: len(self._staged)]).view(array.dtype)
-        evaluate(self._arrays, f"copying {len(self._staged)} experts to the device")
-
-    def settle(self) -> None:
-        self._readers.settle()
-
-    def shrink(self, count: int, moves: Sequence[tuple[int, int]]) -> None:
-        self._readers.settle()
-        sources = np.zeros(count, np.int32)
-        for old, new in moves:
-            sources[new] = old
-        for i, field in enumerate(self._fields):
-            array = self._arrays[i][mx.array(sources)]
-            evaluate(array, f"making room for {count} experts")
-            _with_parameters(self.experts, [field], [array])
-            self._arrays[i] = array
-
-
-def make_slots(experts: nn.Module, fields: Sequence[Field], count: int) -> SlotPool:
-    """The slots for the memory of the device in use."""
-    kind = StagedSlots if mx.cuda.is_available() and not on_cpu() else UnifiedSlots
-    return kind(experts, fields, count)
 
 
 def _page_aligned(field: Field, count: int) -> mx.array:
@@ -259,20 +212,7 @@ def _view(array: mx.array) -> NDArray[Any]:
     return np.array(shown, copy=False)
 
 
-def _host_type(dtype: mx.Dtype) -> type[np.generic]:
-    return _HOST_TYPES[dtype]
-
-
-_HOST_TYPES: dict[mx.Dtype, type[np.generic]] = {
-    mx.uint8: np.uint8,
-    mx.uint32: np.uint32,
-    mx.float32: np.float32,
-    mx.float16: np.float16,
-    mx.bfloat16: np.uint16,
-}
-
-
-def _with_parameters(experts: nn.Module, fields: Sequence[Field], arrays: Sequence[mx.array]) -> nn.Module:
+def with_parameters(experts: nn.Module, fields: Sequence[Field], arrays: Sequence[mx.array]) -> nn.Module:
     """``experts`` with ``arrays`` in the place of its parameters."""
     names = [field.name for field in fields]
     experts.update(tree_unflatten(list(zip(names, arrays, strict=True))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,11 @@ from ..device import evaluate, numbers
 from ..routing.residency import HasResident
 from .ahead import Ahead
 from .eviction import Ids, Rows
-from .slots import Compute, Promise, SlotPool, apply
+from .slots import Promise, SlotPool
 from .table import SlotTable
 from .traffic import Traffic
 from .waves import DECODE_ROWS, NOTHING, by_use, waves
+from .work import Compute, Work, apply
 
 if TYPE_CHECKING:
     from .store import ExpertStore
@@ -48,19 +49,10 @@ class StreamedExperts(nn.Module):
         self._pair_seconds, self._timed = 0.0, 0
         self._open = False  # while the table is between two consistent states
 
-    def __call__(
-        self,
-        x: mx.array,
-        ids: mx.array,
-        mix: Callable[[mx.array], mx.array],
-        meanwhile: mx.array | None = None,
-        compute: Compute = apply,
-    ) -> mx.array:
-        """Apply the experts ``ids`` uint32 ``[B, T, K]`` to ``x [B, T, D]`` and return ``mix(outputs)``, on its way.
+    def __call__(self, x: mx.array, ids: mx.array, work: Work) -> mx.array:
+        """Apply the experts ``ids`` uint32 ``[B, T, K]`` to ``x [B, T, D]`` and return what ``work`` makes of it, on
+        its way.
 
-        mix: what follows on the experts' outputs ``[B, T, K, D]``, by rank. meanwhile: what the device is to compute
-        next, while the host waits for the ids and for reads. compute: what is computed with the experts, pair by pair;
-        by default mlx-lm's call.
         Raises Fault where a read fails; nothing is lost by that but this window.
         """
         start = perf_counter()
@@ -68,7 +60,7 @@ class StreamedExperts(nn.Module):
             self._recover()
         self._open = True
         try:
-            result = self._serve(x, ids, mix, meanwhile, compute)
+            result = self._serve(x, ids, work)
         except BaseException:
             self._recover()
             raise
@@ -80,14 +72,7 @@ class StreamedExperts(nn.Module):
         """The module whose parameters are the slots, to see their kind."""
         return self._pool.experts
 
-    def _serve(
-        self,
-        x: mx.array,
-        ids: mx.array,
-        mix: Callable[[mx.array], mx.array],
-        meanwhile: mx.array | None,
-        compute: Compute,
-    ) -> mx.array:
+    def _serve(self, x: mx.array, ids: mx.array, work: Work) -> mx.array:
         behind = self._ahead.take()
         if behind:
             behind.keep()
@@ -95,24 +80,21 @@ class StreamedExperts(nn.Module):
         evaluate(ids, "choosing experts", wait=False)
         rows = ids.size // ids.shape[-1]
         waits = rows <= DECODE_ROWS and self._can_wait(ids.size)
-        if meanwhile is not None and not waits:
-            evaluate(meanwhile, "computing the shared expert", wait=False)
+        if work.meanwhile is not None and not waits:
+            evaluate(work.meanwhile, "computing the shared expert", wait=False)
         self._waited(perf_counter() - start)
         if behind:
             behind.end()
         # Until the ids are there, the host does all that does not need them.
-        promise = self._promise(x, ids.shape, compute) if rows <= DECODE_ROWS else None
-        result = mix(promise.outputs) if promise else None
+        promise = self._promise(x, ids.shape, work.result) if rows <= DECODE_ROWS else None
         if promise is None:
             self._pool.settle()
-        window = _Window(self, x, ids, promise, compute)
-        if waits and result is not None:
+        window = _Window(self, x, ids, promise, work)
+        if waits and promise is not None:
             self._ahead.put(window)
-            return result
+            return promise.outputs
         self.table.rank()
-        outputs = window.tell()
-        if promise is None or result is None or outputs is not promise.outputs:
-            result = mix(outputs)
+        result = window.tell()
         evaluate(result, "computing experts", wait=False)
         window.end()
         if rows > DECODE_ROWS:  # results of many rows are not kept until the next window
@@ -147,8 +129,8 @@ class StreamedExperts(nn.Module):
     def _promise(self, x: mx.array, shape: tuple[int, ...], compute: Compute) -> Promise | None:
         return self._pool.promise(x, shape, compute)
 
-    def _apply(self, x: mx.array, chosen: Ids, promise: Promise | None, compute: Compute) -> mx.array:
-        """The outputs by rank: those of ``promise``, if it can be fulfilled."""
+    def _apply(self, x: mx.array, chosen: Ids, promise: Promise | None, work: Work) -> mx.array:
+        """The layer's result: that of ``promise``, if it can be fulfilled."""
         table = self.table
         slots = table.slot_of[chosen]
         if chosen.size == chosen.shape[-1]:
@@ -162,13 +144,13 @@ class StreamedExperts(nn.Module):
         self._traffic.window(chosen.size, len(needed), len(missing))
         if len(missing):
             if not table.fits(missing, needed):
-                return self._in_groups(x, chosen, *by_use(table, chosen, missing), compute)
+                return self._in_groups(x, chosen, *by_use(table, chosen, missing), work)
             if self._are_slow(len(missing)) and len(missing) < len(needed):
-                return self._in_groups(x, chosen, missing, needed, compute)
+                return self._in_groups(x, chosen, missing, needed, work)
             self._fetch(missing.tolist(), needed)
             slots = table.slot_of[chosen]
         if promise is None:
-            return self._pool(x, slots, compute)
+            return self._pool(x, slots, work.result)
         promise.fulfil(slots)
         return promise.outputs
 
@@ -189,7 +171,7 @@ class StreamedExperts(nn.Module):
         promise.fulfil(slots)
         return True
 
-    def _in_groups(self, x: mx.array, chosen: Ids, missing: Ids, staying: Ids, compute: Compute) -> mx.array:
+    def _in_groups(self, x: mx.array, chosen: Ids, missing: Ids, staying: Ids, work: Work) -> mx.array:
         """Compute with what is resident while the missing experts are read, in waves if there is no room for all."""
         table = self.table
         flat, results, entries = chosen.ravel(), [], []
@@ -197,7 +179,7 @@ class StreamedExperts(nn.Module):
         busy_until = 0.0
         for wave, keep in waves(table, missing, staying):
             if len(group):
-                results.append(self._pairs(x, flat, group, chosen.shape, compute))
+                results.append(self._pairs(x, flat, group, chosen.shape, work.pairs))
                 entries.append(group)
                 busy_until = max(busy_until, perf_counter()) + self._time(results[-1], len(group))
             self._fetch(wave.tolist(), keep, busy_until)
@@ -205,9 +187,9 @@ class StreamedExperts(nn.Module):
             member[wave] = True
             group = member[flat].nonzero()[0]
         if len(group):
-            results.append(self._pairs(x, flat, group, chosen.shape, compute))
+            results.append(self._pairs(x, flat, group, chosen.shape, work.pairs))
             entries.append(group)
-        return _in_order(x, results, entries, chosen.shape)
+        return work.mix(_in_order(x, results, entries, chosen.shape))
 
     def _pairs(self, x: mx.array, flat: Ids, entries: Ids, shape: tuple[int, ...], compute: Compute) -> mx.array:
         """Begin to compute the pairs ``token * K + rank``: ``[..., N, D]`` of one token, ``[N, 1, D]`` of several."""
@@ -238,13 +220,20 @@ class StreamedExperts(nn.Module):
     def _fetch(self, experts: Sequence[int], keep: Ids | Sequence[int], busy_until: float = 0.0) -> None:
         """Read ``experts`` into slots; of the residents, ``keep`` stay. busy_until: when the device will be idle."""
         pairs = self.table.reserve(experts, keep)
+        most = self._pool.at_a_time
+        for first in range(0, len(pairs), most):
+            self._bring(pairs[first : first + most], busy_until)
+        self.table.commit(pairs)
+
+    def _bring(self, pairs: Sequence[tuple[int, int]], busy_until: float) -> None:
+        """Read experts into slots that are reserved for them."""
         begin = perf_counter()
         targets = self._pool.write([slot for _, slot in pairs])
         free = perf_counter()
-        nbytes, seconds = self._store.fetch(self.place, list(zip(experts, targets, strict=True)))
+        jobs = [(expert, target) for (expert, _), target in zip(pairs, targets, strict=True)]
+        nbytes, seconds = self._store.fetch(self.place, jobs)
         done = perf_counter()
         self._pool.land()
-        self.table.commit(pairs)
         self._read_seconds += 0.1 * (seconds / len(pairs) - self._read_seconds)
         traffic = self._traffic
         traffic.bytes += nbytes
@@ -286,13 +275,13 @@ class StreamedExperts(nn.Module):
 class _Window:
     """One call of a layer, from when its experts are being chosen to when the device knows what to compute."""
 
-    def __init__(self, layer: StreamedExperts, x: mx.array, ids: mx.array, promise: Promise | None, compute: Compute):
-        self._layer, self._x, self._ids, self._promise, self._compute = layer, x, ids, promise, compute
+    def __init__(self, layer: StreamedExperts, x: mx.array, ids: mx.array, promise: Promise | None, work: Work):
+        self._layer, self._x, self._ids, self._promise, self._work = layer, x, ids, promise, work
         self._rows: Rows | None = None
 
     def tell(self) -> mx.array:
-        """Wait for the ids, read what is missing, and return the outputs by rank, on their way: those of the promise,
-        if it can be fulfilled.
+        """Wait for the ids, read what is missing, and return the layer's result, ready to be computed: that of the
+        promise, if it can be fulfilled.
         """
         layer, start = self._layer, perf_counter()
         try:
@@ -307,7 +296,7 @@ class _Window:
                 layer._waited(perf_counter() - start)
             chosen = np.array(self._ids).astype(np.intp)
             self._rows = chosen.reshape(-1, chosen.shape[-1])
-            return layer._apply(self._x, chosen, self._promise, self._compute)
+            return layer._apply(self._x, chosen, self._promise, self._work)
         except BaseException:
             layer._recover()
             raise

@@ -18,7 +18,7 @@ from ..models.plan import ModelPlan
 from .ahead import Ahead
 from .disk import DiskSettings
 from .eviction import DEFAULT_EVICTION, make_eviction
-from .slots import make_slots
+from .staged import Staging, make_slots
 from .store import ExpertStore
 from .stream import StreamedExperts
 from .table import SlotTable
@@ -169,14 +169,14 @@ def stream_experts(
     if share is None and min(slots) >= experts:
         return None
     store = ExpertStore.open(plan, cast, settings)
-    traffic, ahead, layers = Traffic(), Ahead(), {}
+    traffic, ahead, staging, layers = Traffic(), Ahead(), Staging(), {}
     try:
         modules = dict(plan.model.named_modules())
         for place, (path, count) in enumerate(zip(store.layers, slots, strict=True)):
             if share or count < experts:
                 block: MoEBlock = modules[path]
                 count = min(count, most)
-                pool = make_slots(block.switch_mlp, store.fields(place), count)
+                pool = make_slots(block.switch_mlp, store.fields(place), count, staging)
                 table = SlotTable(experts, count, make_eviction(eviction, experts), pinned.get(block.layer, ()))
                 parts = pool, table, store, place, traffic, ahead
                 layer = share.experts(block, *parts) if share else StreamedExperts(*parts)

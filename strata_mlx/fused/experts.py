@@ -6,6 +6,7 @@ depends on what else is computed, or when.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -38,6 +39,15 @@ class Experts:
         if found is None or len({matrix.kind for matrix in found}) > 1:
             return None
         return cls(*found)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [*self.gate.arrays, *self.up.arrays, *self.down.arrays]
+
+    @classmethod
+    def of_arrays(cls, arrays: Sequence[mx.array], bits: int, group: int) -> Experts:
+        parts = zip(arrays[::3], arrays[1::3], arrays[2::3], strict=True)
+        return cls(*(Matrix(*part, bits, group) for part in parts))
 
     @property
     def stacked(self) -> Experts:

@@ -34,7 +34,7 @@ class _Steps:
         self.mixer: RecurrentMixer | AttentionMixer | None = kind.of(layer, build)
         self.mixture = mixture = Mixture.of(layer, build)
         if mixture is not None:
-            self.experts = compiled(mixture.compute, build)
+            self.experts = compiled(mixture.begin, build)
         if self.mixer is None:
             return
         compute = self.mixer.compute
@@ -42,8 +42,8 @@ class _Steps:
         def whole(*arrays: mx.array) -> Arrays:
             assert mixture is not None
             mixed, *rest = compute(*arrays)
-            result, ids = mixture.compute(mixed)
-            return [result, *rest, ids]
+            result, *chosen = mixture.begin(mixed)
+            return [result, *rest, *chosen]
 
         self._graphs, self._sizes = (compute, whole), set[tuple[int, ...]]()
         self.renew()
@@ -82,18 +82,20 @@ class FusedLayer(nn.Module):
         if mixer is not None and isinstance(cache, KVCache) and cache.keys is not None:
             steps.renew(cache.keys.shape)
         mixture = steps.mixture
-        whole = mixture is not None and mixture.experts is not None and self.mlp.routing.mode == "exact"
-        if mixer is not None and whole:
-            result, ids = mixer(steps.whole, x, cache)
+        exact = mixture is not None and self.mlp.routing.mode == "exact"
+        if mixer is not None and exact:
+            result, *chosen = mixer(steps.whole, x, cache)
         else:
             mixed = mixer(steps.without, x, cache)[0] if mixer is not None else self._mixed(x, mask, cache)
             if mixture is None:
                 return self._own_way(mixed)
-            if not whole:
+            if not exact:
                 return mixture(mixed, self.mlp)
-            result, ids = steps.experts(mixed)
+            result, *chosen = steps.experts(mixed)
         if self.mlp.routing.observer is not None:
-            self.mlp.routing.observer(self.mlp.layer, ids)
+            self.mlp.routing.observer(self.mlp.layer, chosen[-1])
+        if mixture is not None and mixture.experts is None:
+            return mixture.serve(self.mlp, result, *chosen)
         return result
 
     def _mixed(self, x: mx.array, mask: Any, cache: Any) -> mx.array:

@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from ..errors import CheckpointError
 from ..experts.stream import StreamedExperts
+from ..experts.work import Work
 from ..routing import LiveResidency, Residency, Router, Routing, RoutingPolicy
 from .family import text_args
 
@@ -61,7 +62,7 @@ class MoEBlock(nn.Module):
             return y if shared is None else y + shared
 
         if isinstance(self.switch_mlp, StreamedExperts):
-            return self.switch_mlp(x, ids, mix, shared)
+            return self.switch_mlp(x, ids, Work(mix, shared))
         return mix(self.switch_mlp(x, ids))
 
     def _shared(self, x: mx.array) -> mx.array | None:

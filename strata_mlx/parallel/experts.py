@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from ..device import evaluate
 from ..experts.eviction import Ids
-from ..experts.slots import Compute, Promise
+from ..experts.slots import Promise
 from ..experts.stream import SPLIT_SECONDS, StreamedExperts
 from ..experts.table import SlotTable
 from ..experts.waves import DECODE_ROWS, NOTHING, by_use
+from ..experts.work import Work
 from .placement import Placement, share
 from .ranks import Ranks
 
@@ -140,7 +141,7 @@ class OwnedExperts(StreamedExperts):
     def _can_wait(self, _pairs: int) -> bool:
         return False
 
-    def _apply(self, x: mx.array, chosen: Ids, _promise: Promise | None, compute: Compute) -> mx.array:
+    def _apply(self, x: mx.array, chosen: Ids, _promise: Promise | None, work: Work) -> mx.array:
         table = self.table
         self._ranks.compare(chosen)
         own = chosen[self._mine[chosen]]
@@ -149,11 +150,11 @@ class OwnedExperts(StreamedExperts):
         self._traffic.window(own.size, len(needed), len(missing))
         if len(missing):
             if not table.fits(missing, needed):
-                return self._in_groups(x, chosen, *by_use(table, own, missing), compute)
+                return self._in_groups(x, chosen, *by_use(table, own, missing), work)
             if len(missing) * self._read_seconds > SPLIT_SECONDS and len(missing) < len(needed):
-                return self._in_groups(x, chosen, missing, needed, compute)
+                return self._in_groups(x, chosen, missing, needed, work)
             self._fetch(missing.tolist(), needed)
-        return self._in_groups(x, chosen, NOTHING, needed, compute)
+        return self._in_groups(x, chosen, NOTHING, needed, work)
 
 
 @dataclass(frozen=True, eq=False)

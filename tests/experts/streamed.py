@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from strata_mlx import load
 from strata_mlx.experts import files, stream, streaming
 from strata_mlx.experts.disk import DiskSettings
-from strata_mlx.experts.slots import UnifiedSlots
+from strata_mlx.experts.slots import SlotPool, UnifiedSlots
 from strata_mlx.models.trunk import Trunk
 from strata_mlx.prefill import make_cache
 from strata_mlx.routing import verify_window
 from strata_mlx.speculation.window import Window
+from tests.experts.staged import STAGED
 from tests.tiny import TINY, make_checkpoint
 
 EXPERTS, TOP_K = 16, 4
@@ -35,6 +36,11 @@ def checkpoint(path: Path, family: str = "qwen3_next", layout: str = "separate",
     return make_checkpoint(path, family, layout, mtp=mtp, **options)
 
 
+def made_by(kind: Callable[..., SlotPool]) -> Callable[..., SlotPool]:
+    """What takes the place of make_slots()."""
+    return kind if kind in STAGED else lambda *parts: kind(*parts[:3])
+
+
 def streamed(
     folder: Path,
     slots: int | Sequence[int],
@@ -44,7 +50,7 @@ def streamed(
     eviction: str = "lru",
     mtp: bool = False,
 ) -> nn.Module:
-    with patch.object(streaming, "make_slots", kind):
+    with patch.object(streaming, "make_slots", made_by(kind)):
         model, _ = load(folder, slots=slots, eviction=eviction, mtp=mtp)
     if found := streaming.streaming_of(model):
         found.store.settings = DiskSettings(threads)

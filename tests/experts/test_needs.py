@@ -86,10 +86,13 @@ def test_a_refusal_is_one_line_that_says_where_the_memory_goes(folder: Path) -> 
 
 
 def test_on_a_gpu_of_its_own_the_budget_is_about_that(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu_or_metal = needs_of(plan_of(folder)).per_slot
+    on_cpu_or_metal = needs_of(plan_of(folder))
+    assert on_cpu_or_metal.fixed["staging"] == 0
     monkeypatch.setattr(system, "on_gpu_of_its_own", lambda: True)
     monkeypatch.setattr(mx, "get_active_memory", lambda: 200)
     monkeypatch.setattr(mx, "get_cache_memory", lambda: 100)
     demand = needs_of(plan_of(folder))
     assert (demand.scope, demand.fixed["process"]) == ("GPU memory", 300)
-    assert demand.per_slot > on_cpu_or_metal
+    assert demand.per_slot == on_cpu_or_metal.per_slot
+    experts = demand.per_slot // demand.layers
+    assert 32 * experts < demand.fixed["staging"] < 33 * experts + 32 * 4096

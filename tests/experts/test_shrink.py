@@ -14,9 +14,11 @@ from strata_mlx.engine import generate_step
 from strata_mlx.errors import Fault
 from strata_mlx.experts import slots as pools
 from strata_mlx.experts.eviction import EVICTIONS, make_eviction
-from strata_mlx.experts.slots import StagedSlots, UnifiedSlots
+from strata_mlx.experts.slots import UnifiedSlots
 from strata_mlx.experts.store import ExpertStore
 from strata_mlx.experts.table import SlotTable
+from tests.experts.staged import STAGED
+from tests.experts.streamed import made_by
 from tests.tiny import make_checkpoint
 
 PROMPT = mx.array([5, 250, 17, 99, 3])
@@ -41,13 +43,12 @@ def resident(folder: Path) -> list[np.ndarray]:
     return logprobs(load(folder)[0], lambda _: None)
 
 
-@pytest.mark.parametrize("pool", [UnifiedSlots, StagedSlots])
+@pytest.mark.parametrize("pool", [UnifiedSlots, *STAGED])
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_slots_may_become_fewer_between_any_two_tokens(
     folder: Path, resident: list[np.ndarray], eviction: str, pool: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "make_slots", pool)
-    monkeypatch.setattr("strata_mlx.experts.streaming.make_slots", pool)
+    monkeypatch.setattr("strata_mlx.experts.streaming.make_slots", made_by(pool))
     model, _ = load(folder, slots=14, eviction=eviction)
 
     def shrink(count: int) -> None:

@@ -14,10 +14,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from strata_mlx.experts.ranges import Field
-from strata_mlx.experts.slots import SlotPool, StagedSlots, UnifiedSlots, _Readers, make_slots
+from strata_mlx.experts.slots import Readers, SlotPool, UnifiedSlots
+from strata_mlx.experts.staged import Staging, make_slots
+from tests.experts.staged import STAGED
 
 EXPERTS, SLOTS, WIDTH = 6, 3, 64
-KINDS = (UnifiedSlots, StagedSlots)
+KINDS = (UnifiedSlots, *STAGED)
 PRECISIONS = ("float32", "4 bits", "4 bits, bfloat16", "mxfp4")
 
 
@@ -129,21 +131,21 @@ def test_a_slot_that_something_still_reads_is_not_overwritten(kind: Any, use: An
 
 
 def test_readers_that_are_not_waited_for_would_be_noticed(record_property: Callable[[str, object], None]) -> None:
-    def forgets(self: _Readers, slots: Any = None) -> None:
+    def forgets(self: Readers, slots: Any = None) -> None:
         del slots
         self._pending = []
 
-    def waits_for_others(self: _Readers, slots: Any = None, original: Any = _Readers.settle) -> None:
+    def waits_for_others(self: Readers, slots: Any = None, original: Any = Readers.settle) -> None:
         original(self, None if slots is None else [slot + 1 for slot in slots if slot + 1 > 1])
 
     for mutant in (forgets, waits_for_others):
-        with patch.object(_Readers, "settle", mutant):
+        with patch.object(Readers, "settle", mutant):
             assert overwritten_before_read(UnifiedSlots, call)
     record_property("killed_by", "a pending result computes with the expert that came later")
 
 
 def test_only_readers_of_the_slots_are_waited_for() -> None:
-    readers = _Readers()
+    readers = Readers()
     never = mx.array([1.0]) + 1
     readers.add(never, [0])
     with patch("strata_mlx.experts.slots.evaluate") as evaluate:
@@ -168,4 +170,4 @@ def test_unified_slots_are_written_in_place_and_begin_at_pages(precision: str) -
 
 def test_on_the_cpu_slots_are_unified() -> None:
     whole = resident("4 bits")
-    assert isinstance(make_slots(whole, fields_of(whole), SLOTS), UnifiedSlots)
+    assert isinstance(make_slots(whole, fields_of(whole), SLOTS, Staging()), UnifiedSlots)

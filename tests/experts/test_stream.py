@@ -21,10 +21,11 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from strata_mlx import Fault, load, stream_generate
-from strata_mlx.experts.slots import StagedSlots, UnifiedSlots
+from strata_mlx.experts.slots import UnifiedSlots
 from strata_mlx.experts.stream import KERNEL_CHANGES, StreamedExperts
 from strata_mlx.experts.streaming import streaming_of
 from strata_mlx.experts.table import SlotTable
+from tests.experts.staged import STAGED
 from tests.experts.streamed import EXPERTS, TOP_K, checkpoint, logits, reads, same, splitting, streamed
 from tests.tiny import TINY, read, save
 
@@ -65,7 +66,7 @@ def test_every_family_and_layout_gives_the_bits_of_the_resident_model(family: st
 
 @pytest.mark.parametrize("split", [False, True], ids=["at once", "apart"])
 @pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("kind", [UnifiedSlots, StagedSlots])
+@pytest.mark.parametrize("kind", [UnifiedSlots, *STAGED])
 def test_no_slot_count_or_thread_changes_a_bit(
     folder: Path, expected: list[Any], kind: Callable[..., Any], threads: int, split: bool
 ) -> None:

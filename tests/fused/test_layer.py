@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from strata_mlx import RetentionPolicy, SpeculativeDecoder, load, loading
 from strata_mlx.engine import generate_step
-from strata_mlx.experts.slots import UnifiedSlots
+from strata_mlx.experts.slots import SlotPool, UnifiedSlots
 from strata_mlx.fused import layer
 from strata_mlx.fused.draft import FusedHead
 from strata_mlx.fused.layer import FusedEmbedding, FusedLayer, FusedQuantizedLinear, fuse
@@ -25,6 +26,7 @@ from strata_mlx.models.trunk import Trunk
 from strata_mlx.prefill import make_cache
 from strata_mlx.routing import Residency, Routing, RoutingPolicy
 from strata_mlx.speculation.window import Window
+from tests.experts.staged import at_once
 from tests.experts.streamed import checkpoint, logits, same, splitting, streamed
 from tests.host.host import HostBuild
 from tests.tiny import FAMILIES, WITH_HEAD
@@ -104,13 +106,16 @@ def test_a_window_is_as_many_steps_to_the_bit_and_can_be_taken_back(family: str,
             assert mx.array_equal(got, expected).item()
 
 
+@pytest.mark.parametrize("kind", [ToldAtOnce, at_once])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("slots", [4, 9])
-def test_streamed_experts_give_the_bits_of_resident_ones(slots: int, split: bool, folders: dict[str, Path]) -> None:
+def test_streamed_experts_give_the_bits_of_resident_ones(
+    slots: int, split: bool, kind: Callable[..., SlotPool], folders: dict[str, Path]
+) -> None:
     windows = (11, 1, 4, 1, 4, 1)
     expected = logits(fused(folders["qwen3_next"], mtp=True), windows)
     with splitting(split):
-        model = streamed(folders["qwen3_next"], slots, kind=ToldAtOnce, mtp=True)
+        model = streamed(folders["qwen3_next"], slots, kind=kind, mtp=True)
         fuse(model, HostBuild())
         assert same(logits(model, windows), expected)
 

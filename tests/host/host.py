@@ -78,6 +78,7 @@ def host_kernel(
     output_names: Sequence[str],
     source: str,
     header: str = "",
+    in_place: int = 0,
 ) -> Callable[..., list[Any]]:
     """What ``mx.fast.metal_kernel`` returns, for the CPU.
 
@@ -85,6 +86,8 @@ def host_kernel(
     "bfloat16"), ``template``, ``grid``, ``threadgroup``, ``output_shapes``, ``output_dtypes`` and optionally
     ``init_value``, ``seed`` (0: threads in ascending order) and ``sanitize`` (run under the address and
     undefined-behaviour sanitisers). It returns mx.arrays when the first input is one, otherwise NumPy arrays.
+
+    in_place: how many inputs, the last ones, the kernel may write to; not under the sanitisers.
 
     Raises:
         KernelError: the body does not compile, or a launch broke a rule of ``machine.h``.
@@ -117,10 +120,12 @@ def host_kernel(
                 f"kernel {name}: takes {len(input_names)} inputs and {len(output_names)} outputs, "
                 "got {} inputs, {} output shapes and {} dtypes".format(*given)
             )
-        ins = [_buffer(value) for value in inputs]
+        fixed = len(inputs) - in_place
+        ins = [_buffer(value) for value in inputs[:fixed]] + [_shared(value) for value in inputs[fixed:]]
         outs = [_poisoned(shape, dtype, init_value) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
         text = kernel.generate(ins, outs, template)
-        results = (_run_sanitized if sanitize else _run)(kernel, text, ins, outs, grid, threadgroup, seed)
+        run_once = _run_sanitized if sanitize else partial(_run, fixed)
+        results = run_once(kernel, text, ins, outs, grid, threadgroup, seed)
         as_mlx = len(inputs) > 0 and isinstance(inputs[0], mx.array)
         return [_to_mlx(out) if as_mlx else out.data for out in results]
 
@@ -131,12 +136,14 @@ def host_kernel(
 class HostBuild:
     """A builder for ``strata_mlx.kernels``: what it builds runs with this seed and edits, sanitised or not.
 
-    An edit is a pair (old, new); header and body together must hold the old text once. See ``mutate``.
+    An edit is a pair (old, new); header and body together must hold the old text once. See ``mutate``. in_place: how
+    the names of those inputs begin that a kernel may write to; they are its last ones.
     """
 
     seed: int = 0
     sanitize: bool = False
     edits: tuple[tuple[str, str], ...] = ()
+    in_place: str | None = None
 
     def __call__(
         self,
@@ -149,7 +156,8 @@ class HostBuild:
         for old, new in self.edits:
             seam = "\0"
             header, source = mutate(header + seam + source, old, new).split(seam)
-        kernel = host_kernel(name, input_names, output_names, source, header)
+        written = sum(self.in_place is not None and each.startswith(self.in_place) for each in input_names)
+        kernel = host_kernel(name, input_names, output_names, source, header, written)
         return partial(kernel, seed=self.seed, sanitize=self.sanitize)
 
 
@@ -248,6 +256,14 @@ def _buffer(value: Any) -> Buffer:
     return Buffer(np.ascontiguousarray(array).reshape(array.shape), _dtype_name(array.dtype))
 
 
+def _shared(value: mx.array) -> Buffer:
+    """The memory of ``value`` itself."""
+    name = _dtype_name(value.dtype)
+    shown = value.view(mx.uint16) if name == "bfloat16" else value
+    mx.eval(shown)
+    return Buffer(np.array(shown, copy=False), name)
+
+
 def _poisoned(shape: Sequence[int], dtype: Any, init_value: float | None) -> Buffer:
     name = _dtype_name(dtype)
     data = np.empty(tuple(shape), TYPES[name][1])
@@ -291,6 +307,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def _run(
+    fixed: int,
     kernel: _Kernel,
     text: str,
     inputs: Sequence[Buffer],
@@ -312,7 +329,7 @@ def _run(
         (ctypes.c_void_p * len(buffers))(*(buffer.data.ctypes.data for buffer in buffers)),
         (ctypes.c_char_p * len(buffers))(*names),
         (ctypes.c_uint64 * len(buffers))(*(buffer.data.nbytes for buffer in buffers)),
-        len(inputs),
+        fixed,  # of the inputs, which must not be written to
         len(buffers),
         (ctypes.POINTER(ctypes.c_int32) * len(inputs))(
             *(ctypes.cast(s, ctypes.POINTER(ctypes.c_int32)) for s in shapes)

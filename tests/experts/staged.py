@@ -1,0 +1,42 @@
+"""Slots as on a CUDA device, with the kernel that fills them on the test host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from strata_mlx.experts.ranges import Field
+from strata_mlx.experts.slots import Promise
+from strata_mlx.experts.staged import EXPERTS, StagedSlots, Staging
+from tests.host.host import HostBuild
+
+ON_HOST = HostBuild(in_place="field")
+
+at_once = partial(StagedSlots, build=ON_HOST)
+
+
+class ToldLater(StagedSlots):
+    """The test host runs a kernel at once, and a device when its output is computed: so here an MLX operation looks at
+    the orders when it is computed, and the kernel runs when they are given.
+    """
+
+    def __init__(self, experts: nn.Module, fields: Sequence[Field], count: int, staging: Staging | None = None):
+        super().__init__(experts, fields, count, staging, ON_HOST)
+        self.patient = self._tells = True
+
+    def _launch(self, experts: int, shape: tuple[int, ...]) -> mx.array:
+        if len(shape) == 1:  # no promise: the orders have been given
+            return super()._launch(experts, shape)
+        first = 2 + EXPERTS
+        return self._staging.orders.array[first : first + prod(shape)].reshape(shape)
+
+    def _tell(self, indices: mx.array, promise: Promise, slots: Sequence[int]) -> None:
+        super()._tell(indices, promise, slots)
+        super()._launch(EXPERTS, (len(slots),))
+
+
+STAGED = (at_once, ToldLater)
