@@ -365,3 +365,26 @@ def test_every_kernel_compiles(architecture: str, tmp_path: Path, monkeypatch: p
     with cuda.compiling_ahead() as ahead:
         launch_everything(tmp_path / "m")
     assert all(future.result()[:4] == b"\x7fELF" for future in ahead.futures.values())
+
+
+def test_memory_stays_with_the_host_where_the_driver_does_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, advice = np.zeros(4, np.uint32), []
+
+    class Driver:
+        def cuDeviceGetCount(self, count: Any) -> int:
+            count._obj.value = 2
+            return 0
+
+        def cuMemAdvise(self, *given: Any) -> int:
+            advice.append([value if isinstance(value, int) else value.value for value in given])
+            return 1  # a refusal changes nothing
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Driver())
+    cuda.stay_on_host(memory)
+    assert advice == [[memory.ctypes.data, 16, *each] for each in ((3, -1), (5, 0), (5, 1))]
+
+    def missing(name: str) -> None:
+        raise OSError(f"no {name}")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    cuda.stay_on_host(memory)
