@@ -80,7 +80,7 @@ class StreamedExperts(nn.Module):
         evaluate(ids, "choosing experts", wait=False)
         rows = ids.size // ids.shape[-1]
         waits = rows <= DECODE_ROWS and self._can_wait(ids.size)
-        if work.meanwhile is not None:  # apart, so that the ids do not wait for it
+        if work.meanwhile:  # apart, so that the ids do not wait for it
             evaluate(work.meanwhile, "computing the shared expert", wait=False)
         self._waited(perf_counter() - start)
         if behind:

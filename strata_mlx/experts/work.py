@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -20,14 +20,14 @@ def apply(experts: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class Work:
-    """mix: what follows on the experts' outputs ``[B, T, K, D]``, by rank. meanwhile: what the device is to compute
-    next, while the host waits for the ids and for reads. pairs: what is computed with the experts, pair by pair: their
-    outputs; by default mlx-lm's call. whole: what gives the bits of ``mix`` on ``pairs`` in less time, where all
-    experts of a window are in memory.
+    """mix: what follows on the experts' outputs ``[B, T, K, D]``, by rank. meanwhile: what it needs besides, and the
+    device is to compute while the host waits for the ids and for reads. pairs: what is computed with the experts, pair
+    by pair: their outputs; by default mlx-lm's call. whole: what gives the bits of ``mix`` on ``pairs`` in less time,
+    where all experts of a window are in memory.
     """
 
     mix: Callable[[mx.array], mx.array]
-    meanwhile: mx.array | None = None
+    meanwhile: Sequence[mx.array] = ()
     pairs: Compute = apply
     whole: Compute | None = None
 

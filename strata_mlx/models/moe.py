@@ -62,7 +62,8 @@ class MoEBlock(nn.Module):
             return y if shared is None else y + shared
 
         if isinstance(self.switch_mlp, StreamedExperts):
-            return self.switch_mlp(x, ids, Work(mix, shared))
+            meanwhile = (weights,) if shared is None else (weights, shared)
+            return self.switch_mlp(x, ids, Work(mix, meanwhile))
         return mix(self.switch_mlp(x, ids))
 
     def _shared(self, x: mx.array) -> mx.array | None:
