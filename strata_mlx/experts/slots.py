@@ -40,12 +40,16 @@ class SlotPool(Protocol):
     patient: whether the next layer is prepared before a promise is fulfilled: on the CPU and on CUDA, where the host is
     what bounds small models. On Metal that has not been measured.
 
+    splits: whether it pays to compute few rows with experts that are in memory while others are read slowly: on the
+    CPU, where an expert takes milliseconds. A GPU has computed them before the launches for that are prepared.
+
     at_a_time: how many experts write() takes.
     """
 
     experts: nn.Module
     pads: bool
     patient: bool
+    splits: bool
     at_a_time: int
 
     def __call__(self, x: mx.array, slots: NDArray[np.int32], compute: Compute = apply) -> mx.array:
@@ -141,7 +145,7 @@ class UnifiedSlots:
     at_a_time = sys.maxsize
 
     def __init__(self, experts: nn.Module, fields: Sequence[Field], count: int):
-        self.pads, self.patient = not on_cpu(), on_cpu()
+        self.pads, self.patient, self.splits = not on_cpu(), on_cpu(), on_cpu()
         self._fields = fields
         self._arrays = [_page_aligned(field, count) for field in fields]
         self._views = [_view(array) for array in self._arrays]

@@ -118,8 +118,9 @@ class StagedSlots:
         staging: Staging | None = None,
         build: Build | None = None,
     ):
+        self.pads, self.splits = not on_cpu(), on_cpu()
         # Other builders than MLX's run a kernel at once, before anything could be told.
-        self.pads, self.patient, self._tells = not on_cpu(), build is None, build is None
+        self.patient = self._tells = build is None
         self._fields, self._build = fields, build
         self._sizes, self._starts, self._words = _layout(fields)
         self._spec, aliases = _spec(len(fields))

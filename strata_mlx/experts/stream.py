@@ -106,11 +106,11 @@ class StreamedExperts(nn.Module):
         whatever they are, without waves, and without computing apart with those that are in memory.
         """
         may = self._ahead.open and self.followed and self._pool.patient
-        return may and not self._are_slow(pairs) and self.table.takes(pairs)
+        return may and not self._pays_apart(pairs) and self.table.takes(pairs)
 
-    def _are_slow(self, experts: int) -> bool:
-        """Whether so many take so long to read that it pays to compute with the resident ones apart."""
-        return experts * self._read_seconds > SPLIT_SECONDS
+    def _pays_apart(self, missing: int, rows: int = 1) -> bool:
+        """Whether ``missing`` experts take so long to read that it pays to compute with the resident ones apart."""
+        return (self._pool.splits or rows > DECODE_ROWS) and missing * self._read_seconds > SPLIT_SECONDS
 
     def _waited(self, seconds: float) -> None:
         """Of the host's time so many were the device's."""
@@ -145,7 +145,7 @@ class StreamedExperts(nn.Module):
         if len(missing):
             if not table.fits(missing, needed):
                 return self._in_groups(x, chosen, *by_use(table, chosen, missing), work)
-            if self._are_slow(len(missing)) and len(missing) < len(needed):
+            if len(missing) < len(needed) and self._pays_apart(len(missing), chosen.size // chosen.shape[-1]):
                 return self._in_groups(x, chosen, missing, needed, work)
             self._fetch(missing.tolist(), needed)
             slots = table.slot_of[chosen]
@@ -163,7 +163,7 @@ class StreamedExperts(nn.Module):
         slots = table.slots_of(row)
         missing = [expert for expert, slot in zip(row, slots, strict=True) if slot < 0]
         if missing:
-            if not table.takes(len(row)) or (self._are_slow(len(missing)) and len(missing) < len(row)):
+            if not table.takes(len(row)) or (len(missing) < len(row) and self._pays_apart(len(missing))):
                 return False
             self._fetch(missing, row)
             slots = table.slots_of(row)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..device import evaluate
 from ..experts.eviction import Ids
 from ..experts.slots import Promise
-from ..experts.stream import SPLIT_SECONDS, StreamedExperts
+from ..experts.stream import StreamedExperts
 from ..experts.table import SlotTable
 from ..experts.waves import DECODE_ROWS, NOTHING, by_use
 from ..experts.work import Work
@@ -151,7 +151,7 @@ class OwnedExperts(StreamedExperts):
         if len(missing):
             if not table.fits(missing, needed):
                 return self._in_groups(x, chosen, *by_use(table, own, missing), work)
-            if len(missing) * self._read_seconds > SPLIT_SECONDS and len(missing) < len(needed):
+            if len(missing) < len(needed) and self._pays_apart(len(missing), chosen.size // chosen.shape[-1]):
                 return self._in_groups(x, chosen, missing, needed, work)
             self._fetch(missing.tolist(), needed)
         return self._in_groups(x, chosen, NOTHING, needed, work)
