@@ -19,15 +19,20 @@ def embedded_as_float32(folder: Path) -> Path:
     return convert(Conversion(plan, None, dequantise=True, dtype=mx.float32), folder, progress=False)
 
 
-def embedded_with_float32_scales(folder: Path, pack: bool = False) -> Path:
+def embedded_with_float32_scales(folder: Path) -> Path:
     """Write the embedded model's trunk into the new ``folder`` and return it: experts in 4 bits, linear layers in 8,
-    their scales and everything else in float32. pack: one record per expert.
+    their scales and everything else in float32.
 
     The codes are the embedded ones, so nothing is quantised anew. MLX's CPU backend multiplies with bfloat16 scales
     several times slower.
     """
     plan = plan_model(Checkpoint.open(EMBEDDED), mtp=False)
-    return convert(Conversion(plan, None, dtype=mx.float32, pack=pack), folder, progress=False)
+    return convert(Conversion(plan, None, dtype=mx.float32), folder, progress=False)
+
+
+def packed(model: Path, folder: Path) -> Path:
+    """Write the trunk of ``model`` into the new ``folder``, one record per expert, and return it."""
+    return convert(Conversion(plan_model(Checkpoint.open(model), mtp=False), pack=True), folder, progress=False)
 
 
 def for_mlx_lm(model: str | None, folder: Path) -> str | Path:

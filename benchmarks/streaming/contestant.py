@@ -176,19 +176,27 @@ def load_amperor(setup: Setup) -> Contestant:
 
 
 def load_ours(setup: Setup) -> Contestant:
-    """options: packed, one record per expert."""
-    import mlx.core as mx
+    """options: packed, one record per expert; quantised, experts that stay as they are stored where all are in memory
+    and others would be faster.
+    """
+    from unittest.mock import patch
 
-    from benchmarks.models import embedded_with_float32_scales
+    import mlx.core as mx
+    import mlx.nn as nn
+
+    from benchmarks.models import packed
     from strata_mlx import load
     from strata_mlx.engine import generate_step
     from strata_mlx.experts.streaming import streaming_of
+    from strata_mlx.models import dequantised
 
-    model = setup.model
+    model = Path(setup.model)
     if setup.options.get("packed"):
-        packed = setup.folder("packed")
-        model = str(packed if packed.exists() else embedded_with_float32_scales(packed, pack=True))
-    loaded = load(model, slots=setup.slots)[0]
+        folder = setup.folder("packed")
+        model = folder if folder.exists() else packed(model, folder)
+    kinds = {nn.QuantizedLinear: nn.Linear} if setup.options.get("quantised") else dequantised.KINDS
+    with patch.object(dequantised, "KINDS", kinds):
+        loaded = load(model, slots=setup.slots)[0]
     streaming = streaming_of(loaded)
 
     def decode(prompt: list[int], tokens: int) -> Iterator[int]:

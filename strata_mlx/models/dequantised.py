@@ -23,7 +23,7 @@ from ..device import arrange, evaluate, on_cpu
 LIMIT = 256 << 20  # bytes that a model's dequantised weights may take
 _PART = 1 << 18  # weights that are dequantised at a time
 _TEMPORARY = 4  # arrays of such a part that MLX makes of it
-_KINDS = {nn.QuantizedLinear: nn.Linear, QuantizedSwitchLinear: SwitchLinear}  # in the order in which they are taken
+KINDS = {nn.QuantizedLinear: nn.Linear, QuantizedSwitchLinear: SwitchLinear}  # in the order in which they are taken
 
 
 class Growth(NamedTuple):
@@ -46,7 +46,7 @@ def dequantise(model: nn.Module, room: int | None = None, free: int = 0) -> None
         growth = _growth(module)
         if room is not None and room_for([Growth(taken, 0), growth], free) > room:
             continue
-        faster = _KINDS[type(module)](*(1,) * module.weight.ndim, bias=False)
+        faster = KINDS[type(module)](*(1,) * module.weight.ndim, bias=False)
         faster.weight = _float32(module, f"dequantising {path}")
         model.update_modules(tree_unflatten([(path, faster)]))
         taken += growth.more
@@ -54,7 +54,7 @@ def dequantise(model: nn.Module, room: int | None = None, free: int = 0) -> None
 
 def growths(model: nn.Module) -> tuple[list[Growth], list[Growth]]:
     """Of what dequantise() can take in ``model``, loaded or planned: of linear layers, and of experts."""
-    dense, experts = ([_growth(module) for _, module in _chosen(model) if type(module) is kind] for kind in _KINDS)
+    dense, experts = ([_growth(module) for _, module in _chosen(model) if type(module) is kind] for kind in KINDS)
     return dense, experts
 
 
@@ -80,7 +80,7 @@ def dequantised_bytes(model: nn.Module) -> dict[str, int]:
 def _chosen(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """By kind, as long as all of that kind are small enough, and the largest first: when it is made, most is free."""
     left = LIMIT if on_cpu() else 0
-    for kind in _KINDS:
+    for kind in KINDS:
         found = [(path, module) for path, module in model.named_modules() if type(module) is kind and _same(module)]
         left -= sum(_bytes(module) for _, module in found)
         if left < 0:

@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
 import pytest
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from benchmarks import streaming_speed
 from benchmarks.models import embedded_with_float32_scales
@@ -13,6 +15,9 @@ from benchmarks.streaming import contestant, process, verdict
 from benchmarks.streaming.environment import PEERS, requirements
 from benchmarks.streaming.process import Entry, Failed, Process, Turn
 from benchmarks.streaming.verdict import Goal
+from strata_mlx import loading
+from strata_mlx.models import dequantised
+from strata_mlx.models.moe import blocks
 
 
 def turn(speed: float, tokens: list[int] | None = None, **traffic: float) -> Turn:
@@ -165,9 +170,25 @@ def test_everybody_is_in_the_report(capsys: pytest.CaptureFixture[str], monkeypa
 def test_streaming_gives_the_tokens_of_mlx_lm(tmp_path: Path) -> None:
     model = embedded_with_float32_scales(tmp_path / "model")
     found = {}
-    for system, slots in (("mlx_lm", None), ("ours", None), ("ours", 16)):
-        setup = contestant.Setup(system, str(model), slots, str(tmp_path), {"packed": True})
-        found[system, slots] = contestant.turn(contestant.SYSTEMS[system](setup), list(range(500, 520)), 6)
+    for name, system, slots in (("mlx_lm", "mlx_lm", None), ("all", "ours", None), ("some", "ours", 16)):
+        for quantised in (False, True):
+            options = {"packed": True, "quantised": quantised}
+            setup = contestant.Setup(system, str(model), slots, str(tmp_path), options)
+            found[name, quantised] = contestant.turn(contestant.SYSTEMS[system](setup), list(range(500, 520)), 6)
     assert len({tuple(turn["tokens"]) for turn in found.values()}) == 1
-    assert found["ours", 16]["traffic"]["misses"] > 0
-    assert not found["ours", None]["traffic"]
+    assert found["some", False]["traffic"]["misses"] > 0
+    assert not found["all", False]["traffic"]
+
+
+def test_quantised_experts_stay_so_where_that_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, kept = embedded_with_float32_scales(tmp_path / "model"), []
+    original = dequantised.dequantise
+
+    def dequantise(loaded: nn.Module, *room: int) -> None:
+        original(loaded, *room)
+        kept.append([isinstance(block.switch_mlp.up_proj, QuantizedSwitchLinear) for block in blocks(loaded)])
+
+    monkeypatch.setattr(loading, "dequantise", dequantise)
+    for quantised in (True, False):
+        contestant.load_ours(contestant.Setup("ours", str(model), None, str(tmp_path), {"quantised": quantised}))
+    assert [set(each) for each in kept] == [{True}, {False}]

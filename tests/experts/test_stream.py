@@ -96,6 +96,27 @@ def test_a_part_of_a_window_is_computed_by_the_kernel_of_all_of_it(folder: Path,
         assert all(same(logits(streamed(folder, slots, kind=kind)), expected) for slots in (TOP_K, 8, EXPERTS - 1))
 
 
+@pytest.mark.parametrize("splits", [True, False])
+def test_few_rows_are_computed_in_groups_where_that_pays(splits: bool, folder: Path, expected: list[Any]) -> None:
+    """A prompt's rows are in any case, where reads are slow."""
+    rows = []
+    in_groups = StreamedExperts._in_groups
+
+    def recorded(self: StreamedExperts, x: mx.array, *rest: Any) -> mx.array:
+        rows.append(x.shape[1])
+        return in_groups(self, x, *rest)
+
+    model = streamed(folder, EXPERTS - 1)
+    found = streaming_of(model)
+    assert found is not None
+    for layer in found.layers.values():
+        layer._pool.splits = splits
+    with splitting(True), patch.object(StreamedExperts, "_in_groups", recorded):
+        assert same(logits(model), expected)
+    assert (min(rows) <= 4) == splits
+    assert max(rows) > 16
+
+
 def test_slots_may_differ_by_layer(folder: Path, expected: list[Any]) -> None:
     model = streamed(folder, [EXPERTS, 5])
     assert same(logits(model), expected)
