@@ -66,8 +66,10 @@ class Meter:
         self._sampled += rows
         self._picks += rows * router.top_k
         if ids is not None:
+            # Or the logits of every sample would stay in memory. Those of this one may not be computed yet: the
+            # experts of the layer before may be unknown.
+            mx.async_eval(self._totals)
             self._totals = self._totals + distance(logits, ids, router, bias)
-            mx.async_eval(self._totals)  # or the logits of every sample would stay in memory
 
     def price(self) -> Price:
         """Of all windows until now. Waits for the device."""

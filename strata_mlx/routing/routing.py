@@ -74,8 +74,8 @@ class Routing:
 
     @property
     def lazy(self) -> bool:
-        """Whether a selection computes nothing at once."""
-        return self.mode == "exact" and self.observer is None
+        """Whether a selection computes nothing of its own layer at once."""
+        return self.observer is None
 
     @property
     def price(self) -> Price:

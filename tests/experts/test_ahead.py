@@ -20,7 +20,7 @@ from strata_mlx.experts.streaming import streaming_of
 from strata_mlx.models.moe import blocks, set_routing
 from strata_mlx.models.trunk import Trunk
 from strata_mlx.prefill import make_cache
-from strata_mlx.routing import LiveResidency, Routing, RoutingPolicy
+from strata_mlx.routing import LiveResidency, Price, Routing, RoutingPolicy
 from tests.experts.streamed import TEXT, TOP_K, checkpoint, logits, same, splitting, streamed
 
 FEW = (9, 1, 2, 1)
@@ -95,12 +95,27 @@ def test_who_looks_at_selections_sees_the_models_own(folder: Path) -> None:
     assert same(selections(streamed(folder, TOP_K + 1)), selections(load(folder)[0]))
 
 
-def test_biased_routing_leaves_nothing_behind(folder: Path, left_behind: list[object]) -> None:
-    model = streamed(folder, TOP_K + 1)
-    known = {block.layer: block.switch_mlp.known for block in blocks(model)}
-    set_routing(model, Routing(RoutingPolicy(moce_bonus=0.5), LiveResidency(known)))
-    logits(model, FEW)
-    assert not left_behind
+@pytest.mark.parametrize("policy", [RoutingPolicy(moce_bonus=0.5), RoutingPolicy(kind="cache_prior", prior_lambda=0.1)])
+def test_biased_routing_leaves_layers_behind_and_selects_the_same(
+    policy: RoutingPolicy, folder: Path, left_behind: list[object]
+) -> None:
+    """Its price, which is sampled, is that of layers that go one by one too."""
+
+    def run() -> tuple[list[Any], Price]:
+        model = streamed(folder, TOP_K + 1)
+        known = {block.layer: block.switch_mlp.known for block in blocks(model)}
+        routing = Routing(policy, LiveResidency(known))
+        set_routing(model, routing)
+        return logits(model, (9, *[1] * 20)), routing.price
+
+    ahead = run()
+    assert left_behind
+    with patch.object(StreamedExperts, "_can_wait", lambda *_: False):
+        one_by_one = run()
+    assert same(ahead[0], one_by_one[0])
+    assert ahead[1] == one_by_one[1]
+    assert ahead[1].sampled_rows
+    assert ahead[1].changed
 
 
 def test_a_forward_that_ends_early_is_safe_to_compute(folder: Path, left_behind: list[object]) -> None:
