@@ -54,7 +54,8 @@ def needs_of(
     Measures the memory of this process: everything that is imported must have been, and the tokenizer loaded.
     """
     sizes, args = list(_parameter_sizes(plan, dtype)), plan.args
-    itemsize = (compute_dtype(dtype) or mx.bfloat16).size
+    cast = compute_dtype(dtype)
+    itemsize = (cast or mx.bfloat16).size
     experts = [size for size in sizes if EXPERT_PARAMETER.fullmatch(size.name)]
     dense = [size for size in sizes if not EXPERT_PARAMETER.fullmatch(size.name)]
     head = sum(size.loaded for size in dense if size.name.startswith("mtp."))
@@ -70,7 +71,7 @@ def needs_of(
     process = _process(own_gpu)  # before anything computes, which _FIRST_USE is for
     slots = _slot_bytes(experts, args.num_experts)
     # Other types than float32 are multiplied as they are.
-    grown = growths(plan.model) if compute_dtype(dtype) == mx.float32 else ([], [])
+    grown = growths(plan.model) if cast is not None and cast == mx.float32 else ([], [])
     return Needs(
         scope="GPU memory" if own_gpu else "process memory",
         fixed={

@@ -7,11 +7,11 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from strata_mlx import load
+from strata_mlx import device, load
 from strata_mlx.checkpoint import Checkpoint
 from strata_mlx.device import on_cpu
 from strata_mlx.errors import InputError
-from strata_mlx.experts import system
+from strata_mlx.experts import needs, system
 from strata_mlx.experts.needs import needs_of
 from strata_mlx.models.plan import ModelPlan, plan_model
 from tests.errors import refuses
@@ -96,3 +96,13 @@ def test_on_a_gpu_of_its_own_the_budget_is_about_that(folder: Path, monkeypatch:
     assert demand.per_slot == on_cpu_or_metal.per_slot
     experts = demand.per_slot // demand.layers
     assert 32 * experts < demand.fixed["staging"] < 33 * experts + 32 * 4096
+
+
+def test_where_types_are_kept_a_budget_is_reckoned_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, which keeps the checkpoint's types."""
+    for module in (device, needs):
+        monkeypatch.setattr(module, "on_cpu", lambda: False)
+    assert device.compute_dtype() is None
+    demand = needs_of(plan_of(folder))
+    assert not demand.float32
+    assert demand.fit(demand.resident).slots == demand.experts
