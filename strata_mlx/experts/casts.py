@@ -72,9 +72,7 @@ def _split(flat: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[NDArra
 
 
 def _to_float32(into: NDArray[Any], source: NDArray[Any]) -> None:
-    bits = into.view(np.uint32)
-    np.copyto(bits, source)
-    np.left_shift(bits, _SHIFT, bits)
+    np.left_shift(source, _SHIFT, into.view(np.uint32))  # _SHIFT's type counts: 32 bits
 
 
 def _to_bfloat16(into: NDArray[Any], source: NDArray[Any]) -> None:
