@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from mmap import mmap
 from pathlib import Path
@@ -23,7 +23,7 @@ except ImportError:  # Windows
 
 PAGE = 4096  # bytes: reads past the page cache are multiples, at the least the logical block of today's disks
 
-pread_into = os.preadv  # (descriptor, buffers, offset) -> bytes: every read of an expert goes through this name
+pread_into = os.preadv  # (descriptor, buffers, offset, flags) -> bytes: every read of an expert goes through this name
 _local = threading.local()  # .area: aligned memory for direct reads
 
 
@@ -61,18 +61,32 @@ class WeightFile:
         elif direct and hasattr(os, "O_DIRECT"):
             with suppress(OSError):  # not every file system has it
                 self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        self._at_once = _flags_at_once(self._descriptor)
 
-    def read(self, buffers: Sequence[Any], offset: int, nbytes: int) -> None:
-        """Fill ``buffers``, which are C-contiguous, with the ``nbytes`` from ``offset`` on. Raises ReadError."""
+    def read(self, buffers: Sequence[Any], offset: int, nbytes: int, missing: Callable[[], None] | None = None) -> None:
+        """Fill ``buffers``, which are C-contiguous, with the ``nbytes`` from ``offset`` on. Raises ReadError.
+
+        missing: called before the disk is waited for, where the page cache does not have all of them and can tell.
+        """
         if self._direct >= 0:
             return self._read_direct(buffers, offset, nbytes)
         try:
-            got = pread_into(self._descriptor, buffers, offset)
+            got = pread_into(self._descriptor, buffers, offset, self._at_once if missing else 0)
+        except BlockingIOError:
+            got = 0
         except OSError as error:
             got = _nothing_yet(error, offset)
         if got != nbytes:
+            if missing:
+                missing()
             self._read_rest(buffers, offset, nbytes, got)
         return None
+
+    def expect(self, offset: int, nbytes: int) -> None:
+        """Have the disk begin to read what will be asked for."""
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):  # only advice
+                os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def check_unchanged(self) -> None:
         """Raise Fault if the file is not as it was opened. Asked after reading, this vouches for what was read.
@@ -122,6 +136,18 @@ class WeightFile:
             np.copyto(buffer.reshape(-1).view(np.uint8), area[position : position + buffer.nbytes])
             position += buffer.nbytes
         return None
+
+
+def _flags_at_once(descriptor: int) -> int:
+    """Flags of a read that gives only what the page cache has; 0 where that cannot be asked for."""
+    flags: int = getattr(os, "RWF_NOWAIT", 0)
+    try:
+        os.preadv(descriptor, [bytearray(1)], 0, flags)
+    except BlockingIOError:
+        return flags
+    except OSError:
+        return 0
+    return flags
 
 
 def _nothing_yet(error: OSError, offset: int) -> int:

@@ -25,6 +25,8 @@ from .files import ReadError, WeightFile
 from .ranges import Field, Layer, Run, find_layers, workload
 from .reads import Job, Pool, Reads
 
+_LARGE = 128 << 10  # bytes of an expert: smaller ones are soon in the page cache, and asking only takes time
+
 
 class ExpertStore:
     """layers: paths of the model's MoE modules, an MTP head's last; a layer is named by its index there."""
@@ -34,6 +36,7 @@ class ExpertStore:
         self.layers = tuple(layer.path for layer in layers)
         self.settings = settings
         self._layers = layers
+        self._scattered = [_scattered(layer.runs[0]) for layer in layers]
         self._files: list[WeightFile] = []
         self._local = threading.local()  # .casting: by layer
         self._pool: Pool | None = None
@@ -134,16 +137,22 @@ class ExpertStore:
         for caster, fields in casting:
             for i, array in zip(fields, caster.stored, strict=True):
                 targets[i] = array
-        total = 0
-        for run in self._layers[layer].runs[expert]:
+        total, runs = 0, self._layers[layer].runs[expert]
+        missing = partial(self._expect, runs[1:], expert) if self._scattered[layer] else None
+        for run in runs:
             try:
-                self._files[run.file].read(run.pick(targets), run.offset + expert * run.stride, run.nbytes)
+                self._files[run.file].read(run.pick(targets), run.offset + expert * run.stride, run.nbytes, missing)
             except ReadError as error:
                 raise self._fault(run, expert, error) from error
-            total += run.nbytes
+            total, missing = total + run.nbytes, None
         for caster, fields in casting:
             caster.deliver([into[i] for i in fields])
         return total
+
+    def _expect(self, runs: Sequence[Run], expert: int) -> None:
+        """Small reads in turn would leave the disk idle between them."""
+        for run in runs:
+            self._files[run.file].expect(run.offset + expert * run.stride, run.nbytes)
 
     def _fault(self, run: Run, expert: int, error: ReadError) -> Fault:
         reached = run.offset + expert * run.stride
@@ -178,3 +187,8 @@ class ExpertStore:
     def _check_unchanged(self, layer: int) -> None:
         for number in self._layers[layer].files:
             self._files[number].check_unchanged()
+
+
+def _scattered(runs: Sequence[Run]) -> bool:
+    """Whether reading an expert is worth telling the disk beforehand."""
+    return len(runs) > 1 and sum(run.nbytes for run in runs) >= _LARGE

@@ -98,10 +98,10 @@ def test_the_fault_names_tensor_expert_and_byte(model: ModelPlan, monkeypatch: p
     entry = model.checkpoint.tensors[name]
     original = os.preadv
 
-    def pread_into(descriptor: int, buffers: Any, offset: int) -> int:
+    def pread_into(descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
         if offset <= entry.start < offset + sum(buffer.nbytes for buffer in buffers):
             raise OSError(errno.EIO, "broken")
-        return original(descriptor, buffers, offset)
+        return original(descriptor, buffers, offset, flags)
 
     monkeypatch.setattr(files, "pread_into", pread_into)
     with ExpertStore.open(model, mx.float32) as store:
@@ -117,10 +117,10 @@ def test_a_read_that_ends_early_goes_on(
 ) -> None:
     most = {"nothing": 0, "one byte": 1, "some bytes": 5001}.get(kind, 0)
 
-    def less(descriptor: int, buffers: Any, offset: int) -> int:
+    def less(descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
         if kind == "interrupted":
             raise InterruptedError(errno.EINTR, "interrupted")
-        got = os.preadv(descriptor, buffers, offset)
+        got = os.preadv(descriptor, buffers, offset, flags)
         for buffer in buffers:
             np.asarray(buffer).reshape(-1)[most // buffer.itemsize + 1 :] = 0
         return min(most, got)
@@ -133,8 +133,8 @@ def test_a_read_that_ends_early_goes_on(
 
 
 def test_every_read_may_be_short(model: ModelPlan, store: ExpertStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pread_into(descriptor: int, buffers: Any, offset: int) -> int:
-        got, rest = os.preadv(descriptor, buffers, offset), 999
+    def pread_into(descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        got, rest = os.preadv(descriptor, buffers, offset, flags), 999
         for buffer in buffers:
             view = memoryview(buffer).cast("B")
             view[rest:] = bytes(max(0, len(view) - rest))
