@@ -26,12 +26,13 @@ _MAX_THREADS = 64
 _WORTH_MEASURING = 64 << 20  # bytes of experts: less is in the page cache at once
 _SMALL = 128 << 10  # bytes of one read: below, handing it to a thread costs more than a cached one
 _ENOUGH = 0.9  # of the best rate: more threads than that takes only keep cores busy
+_MORE = 1  # threads than a disk needs: of those that read experts, one is copying or casting what it has read
 _DIRECT_GAIN = 1.1  # of direct reads, which give up the page cache
 
 
 @dataclass(frozen=True)
 class DiskSettings:
-    """threads: that read at a time; 1 reads in the thread that waits. direct: past the page cache, where possible."""
+    """threads: that read at a time, the one that waits among them. direct: past the page cache, where possible."""
 
     threads: int = 1
     direct: bool = False
@@ -108,8 +109,8 @@ def choose(rates: Sequence[Rate], workload: Workload) -> tuple[DiskSettings, str
         direct_threads, direct_rate = best(False, True)
         if direct_rate > _DIRECT_GAIN * rate:
             reason = "the experts do not fit in the page cache, and reading past it is faster"
-            return DiskSettings(direct_threads, True), reason
-    return DiskSettings(threads), "the experts do not fit in the page cache; more threads gain nothing"
+            return DiskSettings(direct_threads + _MORE, True), reason
+    return DiskSettings(threads + _MORE), "the experts do not fit in the page cache; more threads gain nothing"
 
 
 def recall(file: Path, memory: Path | None = None) -> list[Rate] | None:

@@ -92,13 +92,13 @@ class ExpertStore:
         self._latest = reads = Reads(partial(self._read, layer), partial(self._check_unchanged, layer), jobs)
         if self.settings.threads > 1 and not self._closed:
             if self._pool is None:
-                self._pool = Pool(self.settings.threads)
+                self._pool = Pool(self.settings.threads - 1)  # and the thread that waits
             self._pool.start(reads, len(jobs))
         return reads
 
     def fetch(self, layer: int, jobs: Sequence[Job]) -> tuple[int, float]:
         """Read experts, as start() and wait() do; return the bytes read and the seconds that threads spent on it."""
-        if self.settings.threads > 1:
+        if self.settings.threads > 1 and len(jobs) > 1:  # for one, waking a thread would only take time
             reads = self.start(layer, jobs)
             reads.wait()
             return reads.nbytes, reads.seconds

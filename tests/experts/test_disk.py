@@ -31,17 +31,21 @@ def workload(request: int = 512 << 10, total: int = HUGE) -> Workload:
     return Workload((Path("/nowhere"),), request, total)
 
 
-def test_the_fewest_threads_that_are_about_the_fastest_read() -> None:
-    assert choose(rates([1, 2, 3.9, 4]), workload())[0] == DiskSettings(4)
-    assert choose(rates([1, 1, 1, 1]), workload())[0] == DiskSettings(1)
-    assert choose(rates([1, 2, 3, 2]), workload())[0] == DiskSettings(4)
+def test_one_thread_more_reads_than_the_fewest_that_are_about_the_fastest() -> None:
+    assert choose(rates([1, 2, 3.9, 4]), workload())[0] == DiskSettings(5)
+    assert choose(rates([1, 1, 1, 1]), workload())[0] == DiskSettings(2)
+    assert choose(rates([1, 2, 3, 2]), workload())[0] == DiskSettings(5)
 
 
 def test_the_page_cache_is_passed_by_only_where_it_cannot_help_and_that_is_faster() -> None:
     table = rates([1, 1, 1, 1], [1, 2, 2, 2])
-    assert choose(table, workload())[0] == DiskSettings(2, direct=True)
-    assert choose(rates([1, 1, 1, 1], [1, 1, 1, 1.05]), workload())[0] == DiskSettings(1)
+    assert choose(table, workload())[0] == DiskSettings(3, direct=True)
+    assert choose(rates([1, 1, 1, 1], [1, 1, 1, 1.05]), workload())[0] == DiskSettings(2)
     assert not choose(table, workload(total=1 << 20))[0].direct
+
+
+def test_the_page_cache_is_read_by_as_many_threads_as_are_fast() -> None:
+    assert choose(rates([1, 1, 1, 1], cached=[1, 2, 2, 2]), workload(total=1 << 20))[0] == DiskSettings(2)
 
 
 def test_small_reads_from_the_page_cache_stay_in_their_thread() -> None:
@@ -51,8 +55,8 @@ def test_small_reads_from_the_page_cache_stay_in_their_thread() -> None:
 def test_the_row_of_the_nearest_size_counts() -> None:
     table = [replace(rate, bytes_per_second=rate.threads) for rate in rates([1] * 4)]
     table = [rate if rate.block == BLOCKS[2] else replace(rate, bytes_per_second=1) for rate in table]
-    assert choose(table, workload(request=BLOCKS[1]))[0].threads == 1
-    assert choose(table, workload(request=BLOCKS[2] + 1))[0].threads == THREADS[-1]
+    assert choose(table, workload(request=BLOCKS[1]))[0].threads == 1 + 1
+    assert choose(table, workload(request=BLOCKS[2] + 1))[0].threads == THREADS[-1] + 1
 
 
 @pytest.fixture
@@ -128,7 +132,7 @@ def test_measuring_happens_once(file: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(disk, "measure", measured)
     for _ in range(2):
-        assert settings_for(Workload((file,), 1 << 20, HUGE), {}) == DiskSettings(8)
+        assert settings_for(Workload((file,), 1 << 20, HUGE), {}) == DiskSettings(9)
     assert len(calls) == 1
     assert settings_for(Workload((file,), 1 << 20, 1 << 20), {}) == DiskSettings()  # too little to be worth it
 

@@ -371,3 +371,26 @@ def test_one_thread_reads_when_it_is_waited_for(model: ModelPlan, monkeypatch: p
         assert set(readers) == {threading.current_thread()}
         assert reads.seconds > 0
         assert reads.nbytes == 3 * 3 * 64 * 64 * 2
+
+
+def test_as_many_threads_read_as_were_asked_for(model: ModelPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, readers, original = threading.Barrier(3, timeout=60), set(), os.preadv
+
+    def pread_into(*arguments: Any) -> int:
+        readers.add(threading.current_thread())
+        together.wait()
+        return original(*arguments)
+
+    monkeypatch.setattr(files, "pread_into", pread_into)
+    with ExpertStore.open(model, mx.float32, DiskSettings(3)) as store:
+        store.start(1, [(expert, make_room(store, 1)) for expert in range(6)]).wait()
+    assert len(readers) == 3
+    assert threading.current_thread() in readers
+
+
+def test_for_one_expert_no_other_thread_is_woken(model: ModelPlan) -> None:
+    with ExpertStore.open(model, mx.float32, DiskSettings(3)) as store:
+        threads, jobs = set(threading.enumerate()), [(4, make_room(store, 1))]
+        assert store.fetch(1, jobs)[0] == 3 * 64 * 64 * 2
+        assert set(threading.enumerate()) == threads
+        check(store, model, jobs, [])
