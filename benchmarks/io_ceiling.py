@@ -3,13 +3,14 @@
     python benchmarks/io_ceiling.py [--model FOLDER] [--json] [--keep NAME]
 
 Ours: ExpertStore.start() and wait(), ten random experts at a time, the next ten started before the last are waited for,
-into NumPy slots placed as ExpertStore.places() says; without a cast, as on GPUs and for float32 checkpoints, and with
-the cast of bfloat16 scales to float32 that the CPU needs. Raw: positional reads of random aligned blocks, as large as
-an expert or 8 MiB, by 1 to 8 threads, through the page cache or past it, into as much memory. The three fastest kinds,
-and the fastest with blocks of an expert, are then measured again, taking turns with ours, and the best median counts;
-the ratio to the best with blocks of an expert is given too. Bytes are those on disk. Cold means that
-all pages of the files were dropped from the page cache before each measurement (sync, POSIX_FADV_DONTNEED) and that
-nothing is read twice in it; warm means that the files have just been read.
+into NumPy slots placed as ExpertStore.places() says (a model's own begin at pages, which packed experts do as well);
+without a cast, as on GPUs and for float32 checkpoints, and with the cast of bfloat16 scales to float32 that the CPU
+needs. Raw: positional reads of random aligned blocks, as large as an expert or 8 MiB, by 1 to 8 threads, through the
+page cache or past it, into as much memory. The three fastest kinds, and the fastest with blocks of an expert, are then
+measured again, taking turns with ours, and the best median counts; the ratio to the best with blocks of an expert is
+given too. Bytes are those on disk. Cold means that all pages of the files were dropped from the page cache before each
+measurement (sync, POSIX_FADV_DONTNEED) and that nothing is read twice in it; warm means that the files have just been
+read.
 
 Without --model, a synthetic checkpoint is written to a temporary folder; it is measured as it is and packed.
 """
@@ -136,9 +137,8 @@ def read_experts(store: ExpertStore, slots: list[list[NDArray[Any]]], experts: i
                 pending.wait()
                 nbytes += pending.nbytes
                 if time.perf_counter() > start + seconds:
-                    rate = nbytes / (time.perf_counter() - start)
-                    started.drain()
-                    return rate
+                    started.drain()  # as raw reads that have begun are waited for, and count
+                    return (nbytes + started.nbytes) / (time.perf_counter() - start)
             pending = started
     assert pending
     pending.wait()
