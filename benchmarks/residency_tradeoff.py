@@ -7,8 +7,9 @@ Documents are decoded token by token with the embedded model in float32, each wi
 that begin empty. Tables and eviction are those of streaming, and so is the routing. All weights stay in memory and
 nothing is read: what is counted is the picks whose expert a table does not hold; of these, ``evicting`` leaves out
 those that fill an empty slot, as the card does. Documents go through the model together, one token of each at a time,
-and NumPy multiplies (benchmarks/lockstep.py); that changes no semantics, only rounding. The settings were chosen on
-the documents of ``--set tune``; ``--set report`` shares none with them.
+and NumPy multiplies (benchmarks/lockstep.py); that changes no semantics, only rounding. Where a policy asks how sure
+the MTP head is, the head reads along, from slots like those of any other layer: its misses count, its picks do not. The
+settings were chosen on the documents of ``--set tune``; ``--set report`` shares none with them.
 
 A price is the rise of the perplexity over exact routing. Its interval is a bootstrap over documents, of 95 %.
 """
@@ -40,6 +41,7 @@ from strata_mlx import RoutingPolicy, load
 from strata_mlx.experts.eviction import make_eviction
 from strata_mlx.experts.table import SlotTable
 from strata_mlx.models.moe import blocks
+from strata_mlx.models.trunk import Hidden, Trunk
 from strata_mlx.prefill import make_cache
 from strata_mlx.routing.additive import LogitRange, select_additive
 from strata_mlx.routing.ops import Selection, plain_router, select_ops
@@ -65,11 +67,13 @@ class Setting:
         """Settings of one line of the plot differ in the strength of their policy only."""
         values = json.loads(self.policy.to_json())
         protect = f" protect {values['protect']}" if values["protect"] != 1 else ""
-        return f"{values['kind']}{protect}, {self.eviction}"
+        sure = " and how sure a head is" if "sure_margin" in values else ""
+        return f"{values['kind']}{sure}{protect}, {self.eviction}"
 
     @property
     def strength(self) -> float:
-        values = (self.policy.moce_bonus, self.policy.prior_lambda, self.policy.margin, self.policy.max_rank or 0)
+        policy = self.policy
+        values = (policy.moce_bonus, policy.prior_lambda, policy.margin, policy.sure_margin or 0, policy.max_rank or 0)
         return float(max(values))
 
 
@@ -89,6 +93,7 @@ def settings(slots: Sequence[int]) -> list[Setting]:
             EXACT,
             *moce(0.4, 0.7, 0.85, 1.5),
             *margin(0.01, 0.02, 0.025, 0.03, 0.04, 0.06),
+            *(RoutingPolicy(kind="margin", margin=sure / 4, sure_margin=sure) for sure in (0.035, 0.05, 0.065, 0.08)),
             *(RoutingPolicy(kind="cache_prior", prior_lambda=share, protect=2) for share in (0.05, 0.1, 0.15)),
             *(RoutingPolicy(kind="max_rank", max_rank=rank, protect=2) for rank in (14, 18)),
         ],
@@ -99,9 +104,10 @@ def settings(slots: Sequence[int]) -> list[Setting]:
 
 
 class Caches:
-    """The slot tables of every document and layer, and what the picks come to."""
+    """The slot tables of every document and layer, and what the picks come to. trunk: how many of the layers it has."""
 
-    def __init__(self, documents: int, layers: Sequence[int], experts: int, setting: Setting):
+    def __init__(self, documents: int, layers: Sequence[int], experts: int, setting: Setting, trunk: int):
+        self.trunk = trunk
         self.tables = [
             {layer: SlotTable(experts, setting.slots, make_eviction(setting.eviction, experts)) for layer in layers}
             for _ in range(documents)
@@ -126,7 +132,7 @@ class Caches:
                 self.evicting[document] += max(0, len(missing) - table.free)
                 table.commit(table.reserve(missing.tolist(), row))
             self.misses[document] += len(missing)
-            self.picks[document] += len(row)
+            self.picks[document] += len(row) if layer < self.trunk else 0
 
 
 class Routing:
@@ -137,6 +143,7 @@ class Routing:
         self._ranges: dict[int, _Ranges] = {}
         self.ids: dict[int, list[NDArray[np.intp]]] = {}  # by layer, [B, K] of each row
         self.distance, self.rows = mx.zeros(2), 0
+        self.confidence: mx.array | None = None  # [B], how sure a draft head is of the token after each row
 
     def route(self, layer: int, logits: mx.array, router: Router, bias: mx.array | None = None) -> Selection:  # noqa: ARG002
         rows = logits[:, 0]  # [B, E]
@@ -144,8 +151,9 @@ class Routing:
             ids, weights = plain_router(rows, router)
         else:
             ids, weights = self._biased(layer, rows, router.top_k, router.norm_topk)
-            self.distance = self.distance + distance(rows, ids, router)
-        self.rows += len(rows)
+            if layer < self._caches.trunk:
+                self.distance = self.distance + distance(rows, ids, router)
+        self.rows += len(rows) if layer < self._caches.trunk else 0
         mx.eval(ids, self.distance)
         picked = np.array(ids).astype(np.intp)
         self.ids.setdefault(layer, []).append(picked)
@@ -160,13 +168,42 @@ class Routing:
             return select_ops(rows, resident, tables, heads, top_k=top_k, norm_topk=norm_topk)
         options: dict[str, Any] = {"router": "softmax", "selection_bias": None, "n_group": 1, "topk_group": 1}
         ranges = self._ranges.setdefault(layer, _Ranges())
+        confidence = self.confidence if layer < self._caches.trunk else mx.ones(len(rows))  # as drafting() does
         result = select_additive(
-            rows, resident, self._policy, ranges, top_k=top_k, norm_topk=norm_topk, scale=1.0, **options
+            rows,
+            resident,
+            self._policy,
+            ranges,
+            confidence,
+            top_k=top_k,
+            norm_topk=norm_topk,
+            scale=1.0,
+            **options,
         )
         acts = mx.any(resident, axis=1)  # a row that is routed exactly teaches nothing
         mean, number = ranges.means(rows)
         self._ranges[layer] = _Ranges(mx.where(acts, mean, ranges.mean), mx.where(acts, number, ranges.rows))
         return result
+
+
+class Head:
+    """The MTP head of a model, which reads along with all documents."""
+
+    def __init__(self, model: nn.Module):
+        self._trunk, self._head, self._cache = Trunk(model), model.mtp, model.mtp.make_cache()
+        self._hidden: Hidden | None = None  # of the token before
+
+    def confidence(self, tokens: mx.array) -> mx.array | None:
+        """Of ``tokens [B, 1]``, ``[B]``: the probability of what is likeliest to follow, None for the first tokens."""
+        if self._hidden is None:
+            return None
+        hidden = getattr(self._hidden, self._head.takes)
+        logits = self._head.logits(self._trunk, self._head.read(self._trunk, tokens, hidden, self._cache))[:, 0]
+        return mx.exp(logits.max(axis=-1) - mx.logsumexp(logits, axis=-1))
+
+    def observe(self, hidden: Hidden) -> None:
+        """The trunk's, of the tokens that confidence() was of."""
+        self._hidden = hidden
 
 
 class _Ranges(LogitRange):
@@ -196,15 +233,22 @@ class Measured:
 
 def measure(model: nn.Module, tokens: NDArray[np.int32], setting: Setting) -> tuple[Measured, Routing]:
     """Decode ``tokens [B, T]``, every document from an empty cache."""
+    trunk = Trunk(model)
     layers = blocks(model)
+    head = Head(model) if setting.policy.sure_margin is not None else None
     experts = layers[0].switch_mlp.experts
-    caches = Caches(len(tokens), [block.layer for block in layers], experts, setting)
+    caches = Caches(len(tokens), [block.layer for block in layers], experts, setting, len(trunk.layers))
     routing = Routing(setting, caches)
     for block in layers:
         block.routing = routing  # type: ignore[assignment]
     cache, columns, nats = make_cache(model), mx.array(tokens), []
     for t in range(tokens.shape[1]):
-        logits = model(columns[:, t : t + 1], cache=cache)[:, 0]
+        if head:
+            routing.confidence = head.confidence(columns[:, t : t + 1])
+        hidden = trunk(columns[:, t : t + 1], cache)
+        if head:
+            head.observe(hidden)
+        logits = trunk.logits(hidden.after)[:, 0]
         if t + 1 < tokens.shape[1]:
             nats.append(-log_likelihood(logits, tokens[:, t + 1]))
     changed, extra = (float(total) for total in np.array(routing.distance))
@@ -215,7 +259,7 @@ def measure(model: nn.Module, tokens: NDArray[np.int32], setting: Setting) -> tu
 
 def replay(ids: dict[int, list[NDArray[np.intp]]], setting: Setting, experts: int, exact: Measured) -> Measured:
     """Exact routing does not depend on what is resident: one run serves all tables."""
-    caches = Caches(len(exact.misses), list(ids), experts, setting)
+    caches = Caches(len(exact.misses), list(ids), experts, setting, trunk=len(ids))
     for layer, rows in ids.items():
         for row in rows:
             caches.use(layer, row)
@@ -330,7 +374,7 @@ def main() -> None:
     compared = [Setting(policy, args.eviction, size) for size in args.slots for policy in chosen]
     compared = compared or settings(args.slots)
     with tempfile.TemporaryDirectory() as folder:
-        model, tokenizer = load(embedded_as_float32(Path(folder) / "model"))
+        model, tokenizer = load(embedded_as_float32(Path(folder) / "model"), mtp=True)
     tokens = documents(tokenizer, args.set, args.documents or (6 if args.set == "card" else 48), args.tokens)
     progress = tqdm(run(multiply_with_numpy(model), tokens, compared), total=len(compared), unit="setting")
     result = {

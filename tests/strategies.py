@@ -128,7 +128,7 @@ def additive_policies(draw: st.DrawFn) -> RoutingPolicy:
         "cache_prior": {"prior_lambda": draw(st.floats(0, 4))},
         "max_rank": {"max_rank": draw(st.integers(8, 40))},
         "mass": {"mass": draw(st.floats(0, 1))},
-        "margin": {"margin": draw(st.floats(0, 1))},
+        "margin": {"margin": draw(st.floats(0, 1)), "sure_margin": draw(st.none() | st.floats(0, 1))},
     }
     return RoutingPolicy(kind=kind, protect=draw(st.integers(0, 8)), **parameters[kind])
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .price import Price
     from .residency import LiveResidency, Residency
     from .router import Router
-    from .routing import Routing, verify_window
+    from .routing import Routing, drafting, verify_window
     from .selection import select
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Routing",
     "RoutingPolicy",
     "Selection",
+    "drafting",
     "plan",
     "select",
     "select_ops",
@@ -44,6 +45,7 @@ __getattr__ = lazy(
         "Router": "router",
         "Routing": "routing",
         "Selection": "ops",
+        "drafting": "routing",
         "plan": "group_plan",
         "select": "selection",
         "select_ops": "ops",

@@ -6,7 +6,8 @@ range (max - min) of a row's logits. ``max_rank`` puts residents among the route
 ``mass`` finds M per row from the cumulative probability. All leave the router's first ``protect`` picks alone
 (the paper's J), and all take the weights from the router's own probabilities.
 
-``margin`` adds a share of what the router's own choice adds up to to the probabilities of residents.
+``margin`` adds a share of what the router's own choice adds up to to the probabilities of residents, a larger one in
+rows whose next token a draft head is sure of.
 """
 
 import math
@@ -67,6 +68,7 @@ def select_additive(
     resident: mx.array,
     policy: RoutingPolicy,
     logit_range: LogitRange,
+    confidence: mx.array | None = None,
     *,
     top_k: int,
     norm_topk: bool,
@@ -101,13 +103,22 @@ def select_additive(
         ids = _then_best(first, sort_keys(raised, offset), top_k)
     elif policy.kind == "margin":
         first = top_ids(sort_keys(probabilities, offset), top_k)
+        margin = _margin(policy, confidence)
         own_mass = mx.take_along_axis(probabilities, first, axis=-1).sum(axis=-1, keepdims=True)
-        raised = mx.where(present & (probabilities > 0), probabilities + policy.margin * own_mass, probabilities)
+        raised = mx.where(present & (probabilities > 0), probabilities + margin * own_mass, probabilities)
         ids = _then_best(first[:, : policy.protect] if policy.protect else None, sort_keys(raised, offset), top_k)
     else:
         ids = _residents_first(probabilities, offset, present, policy, top_k)
     weights = mx.take_along_axis(probabilities, ids, axis=-1)
     return ids, mixing_weights(weights, probabilities, norm_topk=norm_topk, router=router, scale=scale)
+
+
+def _margin(policy: RoutingPolicy, confidence: mx.array | None) -> mx.array | float:
+    """Of each row ``[T, 1]``, or of all."""
+    if policy.sure_margin is None or confidence is None:
+        return policy.margin
+    c = mx.where(confidence > 0, mx.minimum(confidence, 1.0), 0.0)[:, None]  # no NaN is above anything
+    return (1 - c * c) * policy.margin + c * c * policy.sure_margin
 
 
 def _then_best(first: mx.array | None, keys: mx.array, top_k: int) -> mx.array:

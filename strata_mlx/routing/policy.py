@@ -10,7 +10,8 @@ Five kinds share one dataclass:
     ``strata_mlx.routing.additive``. ``protect`` is the paper's J.
 ``margin``
     A resident goes before an expert that the router weighs at most ``margin`` more. What a change of experts costs is
-    the weight that it loses, and not the ratio of two weights that "moce" looks at.
+    the weight that it loses, and not the ratio of two weights that "moce" looks at. Where the model is sure of its next
+    token, it costs the text little: with ``sure_margin``, a row's margin grows with a draft head's confidence.
 """
 
 import argparse
@@ -42,6 +43,7 @@ _OWNER = {
     "max_rank": "max_rank",
     "mass": "mass",
     "margin": "margin",
+    "sure_margin": "margin",
 }
 
 
@@ -60,6 +62,9 @@ class RoutingPolicy:
         mass: for mass, the paper's p in 0..1: like max_rank, with M the experts that hold this probability.
         margin: for margin, the difference of mixing weights, 0..1, that a resident makes up for; as weights that add
             up to 1 over the router's own choice.
+        sure_margin: for margin, what it is, 0..1, in a row whose next token a draft head is sure of. With confidence c
+            it is ``(1 - c * c) * margin + c * c * sure_margin``; a row of which no head has said anything has c = 0.
+            A head's own rows have ``sure_margin``. None is ``margin`` everywhere.
 
     Kernels hold float32, so float32 decides: ``b``, ``b*b``, ``r`` and ``b/r`` must be finite there, which is
     stricter than in float64, and the inverse of every factor above 1 must be a normal number, since GPUs
@@ -79,6 +84,7 @@ class RoutingPolicy:
     max_rank: int | None = None
     mass: float = 0.0
     margin: float = 0.0
+    sure_margin: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -86,14 +92,16 @@ class RoutingPolicy:
         for name in ("moce_bonus", "r1_bonus", "prior_lambda", "mass", "margin"):
             object.__setattr__(self, name, number(f"routing policy: {name}", getattr(self, name)))
         object.__setattr__(self, "protect", _count("protect", self.protect, least=0))
+        if self.sure_margin is not None:
+            object.__setattr__(self, "sure_margin", number("routing policy: sure_margin", self.sure_margin))
         if self.max_rank is not None:
             object.__setattr__(self, "max_rank", _count("max_rank", self.max_rank, least=1))
         if not isinstance(self.draft_moce, bool):
             raise InputError(f"routing policy: draft_moce is {self.draft_moce!r}, expected True or False")
         if self.prior_lambda < 0:
             raise InputError(f"routing policy: prior_lambda is {self.prior_lambda}, expected at least 0")
-        for name in ("mass", "margin"):
-            if not 0 <= getattr(self, name) <= 1:
+        for name in ("mass", "margin", "sure_margin"):
+            if not 0 <= (getattr(self, name) or 0) <= 1:
                 raise InputError(f"routing policy: {name} is {getattr(self, name)}, expected a number from 0 to 1")
         for name, kind in _OWNER.items():
             if kind != self.kind and getattr(self, name) != _DEFAULTS[name]:
@@ -105,7 +113,8 @@ class RoutingPolicy:
         """Whether the policy can ever change a selection. Where it cannot, routing is exact."""
         if self.kind == "moce":
             return bool(_scale(self.moce_bonus) > 1 or (_scale(self.r1_bonus) > 1 and self.protect > 1))
-        return self.prior_lambda > 0 or self.max_rank is not None or self.mass > 0 or self.margin > 0
+        margin = max(self.margin, self.sure_margin or 0.0)
+        return self.prior_lambda > 0 or self.max_rank is not None or self.mass > 0 or margin > 0
 
     def tables(self, top_k: int) -> NDArray[np.float32]:
         """The rule, rank by rank, as two float32 tables for each kind of row.
@@ -131,10 +140,10 @@ class RoutingPolicy:
             raise InputError(f"routing policy: max_rank is {self.max_rank}, expected at least top_k = {top_k}")
 
     def to_json(self) -> str:
-        """The policy as one JSON object: ``kind`` and the fields that this kind uses."""
+        """The policy as one JSON object: ``kind`` and the fields that this kind uses, save those that are None."""
         names = ("kind", "protect", *(name for name, kind in _OWNER.items() if kind == self.kind))
         values = asdict(self)
-        return json.dumps({name: values[name] for name in names})
+        return json.dumps({name: values[name] for name in names if values[name] is not None})
 
     @classmethod
     def from_json(cls, text: str) -> "RoutingPolicy":

@@ -51,6 +51,7 @@ def select(
     topk_group: int = 1,
     scale: float = 1.0,
     deltas: Floats | None = None,
+    confidence: NDArray[np.floating] | None = None,
 ) -> tuple[Ints, Floats]:
     """Same arguments as ``strata_mlx.routing.select``, as NumPy arrays.
 
@@ -81,7 +82,11 @@ def select(
                 raised = np.where(p > 0, raised, -np.inf if router == "softmax" else 0.0)
             if setting.kind == "margin" and known is not None:
                 own = sorted(range(p.size), key=lambda e: (-(p[e] + offset[e]), e))[:top_k]
-                raised = p + setting.margin * p[own].sum() * (known & (p > 0))
+                margin = setting.margin
+                if setting.sure_margin is not None and confidence is not None and confidence[index] > 0:
+                    sure = min(float(confidence[index]), 1.0) ** 2
+                    margin = (1 - sure) * setting.margin + sure * setting.sure_margin
+                raised = p + margin * p[own].sum() * (known & (p > 0))
             chosen = np.array(rerank(p, raised, offset, known, setting, top_k))
             recovered = p[chosen]
         ids.append(chosen)

@@ -1,11 +1,11 @@
 """How the MoE layers of a model choose experts: policy, residency and executor in one value."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -19,20 +19,47 @@ from strata_mlx.routing.residency import ResidencyMap
 from strata_mlx.routing.router import Router
 from strata_mlx.routing.selection import select
 
-_verifying: ContextVar[bool] = ContextVar("verifying", default=False)
+
+class _Window:
+    """A verify window, with what a draft head has said of its first rows."""
+
+    def __init__(self, confidences: Sequence[mx.array]):
+        self._confidences = confidences
+
+    @cached_property
+    def confidence(self) -> mx.array | None:
+        """Float32 ``[N]``, put together for the first layer that asks; None of no row."""
+        return mx.stack(list(self._confidences)).astype(mx.float32) if self._confidences else None
+
+
+_verifying: ContextVar[_Window | None] = ContextVar("verifying", default=None)
+_drafting: ContextVar[bool] = ContextVar("drafting", default=False)
 
 
 @contextmanager
-def verify_window() -> Iterator[None]:
+def verify_window(confidences: Sequence[mx.array] = ()) -> Iterator[None]:
     """The forwards in this block are of verify windows: their first row is the head, the later ones are drafts.
 
     All rows of other forwards, of a prompt or of plain decoding, are heads.
+    confidences: float scalars, how sure a draft head is of the token after each of the first rows.
     """
-    token = _verifying.set(True)
+    token = _verifying.set(_Window(confidences))
     try:
         yield
     finally:
         _verifying.reset(token)
+
+
+@contextmanager
+def drafting() -> Iterator[None]:
+    """The forwards in this block are of a draft head. What its rows are routed to costs the text nothing, so that they
+    have the margin of rows that are sure.
+    """
+    token = _drafting.set(True)
+    try:
+        yield
+    finally:
+        _drafting.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +156,7 @@ class Routing:
             draft_rows=_draft_rows(rows.shape[0], shape[-2] if _verifying.get() else 0),
             selection_bias=bias,
             logit_range=known,
+            confidence=self._confidence(rows.shape[0]),
             executor=self.executor,
             layer=layer,
             **router.options(),
@@ -139,6 +167,19 @@ class Routing:
             self._ranges[layer] = (known or LogitRange()).after(rows, learned)
         self._meter.record(layer, rows, ids, router, bias)
         return ids.reshape(*shape[:-1], -1), weights.reshape(*shape[:-1], -1)
+
+    def _confidence(self, rows: int) -> mx.array | None:
+        """How sure a draft head is of the token after each of so many rows, 0 where it has not said; None where that
+        does not matter.
+        """
+        window = _verifying.get()
+        if self.policy.sure_margin is None:
+            return None
+        if _drafting.get():
+            return mx.ones(rows)
+        if window is None or window.confidence is None:
+            return None
+        return mx.pad(window.confidence, (0, rows - window.confidence.size))
 
     def _resident(self, layer: int, top_k: int, rows: int) -> mx.array | None:
         """The map of a layer for a window of so many rows, None where no score would be scaled: then the run is the

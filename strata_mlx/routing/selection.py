@@ -31,6 +31,7 @@ def select(
     topk_group: int = 1,
     scale: float = 1.0,
     logit_range: LogitRange | None = None,
+    confidence: mx.array | None = None,
     executor: Executor = select_ops,
     check: bool = False,
     layer: int | str | None = None,
@@ -51,6 +52,8 @@ def select(
         n_group, topk_group: selection is from the best ``topk_group`` of ``n_group`` equal groups of experts.
         scale: the model's own scaling factor, applied last.
         logit_range: what a cache_prior policy has seen before this window (``LogitRange``).
+        confidence: float32 ``[T]``, how sure a draft head is of the token after each row, for a margin policy with a
+            ``sure_margin``; None where no head has said anything.
         executor: what computes the selection, for policies of kind "moce"; the others take the op path.
         check: debug switch: evaluates, and raises where a row is all NaN.
         layer: names the layer in that error.
@@ -62,6 +65,7 @@ def select(
         InputError: an argument that does not fit, or with ``check`` a row of NaN.
     """
     _check_arrays(logits, resident, draft_rows, selection_bias, router)
+    _check_vector("confidence", confidence, logits.shape[0], (mx.float32,))
     _check_numbers(logits.shape[-1], top_k, router, n_group, topk_group, scale)
     policy = policy or _PLAIN
     policy.check_top_k(top_k)
@@ -79,7 +83,7 @@ def select(
     if not policy.active:
         resident, policy = None, _PLAIN
     if policy.kind != "moce" and resident is not None:
-        return select_additive(logits, resident, policy, logit_range or LogitRange(), **options)
+        return select_additive(logits, resident, policy, logit_range or LogitRange(), confidence, **options)
     if draft_rows is None:
         draft_rows = mx.arange(logits.shape[0]) > 0
     tables = (policy if resident is not None else _PLAIN).tables(top_k)

@@ -238,15 +238,17 @@ class SpeculativeDecoder:
 
     def _verify(self, before: _Flight, tokens: list[Token], asked: Iterator[Step] | None) -> _Flight:
         """Launch a window of the drafts that are retained; of none, a plain step, where none were ``asked`` for."""
-        kept, made = self._retain(asked) if asked else ([], [])
+        kept, made, sure = self._retain(asked) if asked else ([], [], [])
         seconds = self._watch.lap()
         window = mx.concatenate([mx.array([tokens[-1].token], mx.uint32), *(step.token for step in kept)])
-        flight = self._launch(window, kept, self._seen(before, len(tokens)), made)
+        flight = self._launch(window, kept, self._seen(before, len(tokens)), made, sure=sure)
         flight.draft_seconds = seconds
         return flight
 
-    def _retain(self, asked: Iterator[Step]) -> tuple[list[Step], list[Step]]:
-        """The drafts that pass the gates and what the filler adds, and all that were made."""
+    def _retain(self, asked: Iterator[Step]) -> tuple[list[Step], list[Step], list[mx.array]]:
+        """The drafts that pass the gates and what the filler adds, all that were made, and how sure a head is of the
+        token after each of the first rows.
+        """
         if self._retention.keeps_all:
             made = kept = list(asked)
         else:
@@ -258,7 +260,8 @@ class SpeculativeDecoder:
                     break
             kept = made[: gate.kept]
         filling = self._fill(kept)
-        return kept + filling, made + filling
+        sure = made[: len(kept) + 1] if isinstance(self._drafters[0], MTPDrafter) else []
+        return kept + filling, made + filling, [step.confidence for step in sure]
 
     def _fill(self, kept: list[Step]) -> list[Step]:
         """How the filler goes on, if what it proposes begins with the retained drafts."""
@@ -273,11 +276,17 @@ class SpeculativeDecoder:
         return self._max_steps if self._left < 0 else min(self._max_steps, self._left - 1)
 
     def _launch(
-        self, tokens: mx.array, drafts: list[Step], seen: mx.array, made: Sequence[Step] = (), ahead: bool = False
+        self,
+        tokens: mx.array,
+        drafts: list[Step],
+        seen: mx.array,
+        made: Sequence[Step] = (),
+        ahead: bool = False,
+        sure: Sequence[mx.array] = (),
     ) -> _Flight:
         """One forward over the last committed token and ``drafts``, and all that follows from its logits."""
         window = Window(self.cache, tokens.size)
-        with verify_window():
+        with verify_window(sure):
             hidden = self._trunk(tokens[None], window.layers, begin=bool(drafts))
         # A plain step has the bits of plain decoding. A window is greedy up to logits that are equal within rounding.
         logits = (self._trunk.rounded_logits if drafts else self._trunk.logits)(hidden.after)[0]  # [T, V]

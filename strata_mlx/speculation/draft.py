@@ -18,6 +18,7 @@ from ..errors import InputError
 from ..models.mtp import DraftHead, confidence
 from ..models.numpy_head import for_drafts
 from ..models.trunk import Hidden, Trunk
+from ..routing import drafting
 from .sampling import Sampling
 from .window import Window
 
@@ -138,7 +139,8 @@ class MTPDrafter:
         """A head on hidden states ``[1, T, D]`` and the last T of ``tokens`` ``[N]``."""
         rows = states.shape[1]
         tokens = tokens if tokens.size == rows else tokens[-rows:]
-        return self._head.read(self._trunk, tokens[None], states, self.cache, head)
+        with drafting():
+            return self._head.read(self._trunk, tokens[None], states, self.cache, head)
 
     def _draft(self, state: mx.array, head: int) -> Step:
         """A candidate by a head's row ``[1, 1, D]``."""

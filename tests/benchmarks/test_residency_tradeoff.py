@@ -13,8 +13,11 @@ import pytest
 from benchmarks.lockstep import log_likelihood, multiply_with_numpy
 from benchmarks.residency_tradeoff import EXACT, Setting, measure, pareto, price, replay, settings
 from strata_mlx import RoutingPolicy, load, set_routing
-from strata_mlx.models.moe import make_routing
+from strata_mlx.models.moe import blocks, make_routing
+from strata_mlx.models.trunk import Trunk
 from strata_mlx.prefill import make_cache
+from strata_mlx.routing import verify_window
+from strata_mlx.speculation.draft import MTPDrafter
 from tests.tiny import make_checkpoint
 
 EXPERTS, SLOTS = 8, 4
@@ -24,6 +27,7 @@ POLICIES = [
     RoutingPolicy(1.0),
     RoutingPolicy(1.0, 0.5, protect=2),
     RoutingPolicy(kind="margin", margin=0.2),
+    RoutingPolicy(kind="margin", margin=0.1, sure_margin=0.5),
     RoutingPolicy(kind="cache_prior", prior_lambda=0.2, protect=0),
     RoutingPolicy(kind="max_rank", max_rank=4),
 ]
@@ -31,12 +35,12 @@ POLICIES = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tradeoff") / "model", layout="stacked")
+    return make_checkpoint(tmp_path_factory.mktemp("tradeoff") / "model", layout="stacked", mtp="stacked")
 
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> nn.Module:
-    return multiply_with_numpy(load(folder)[0])
+    return multiply_with_numpy(load(folder, mtp=True)[0])
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
@@ -44,19 +48,25 @@ def test_documents_in_lockstep_are_streamed_ones(folder: Path, model: nn.Module,
     """Nothing is read ahead: the benchmark counts what is missed without."""
     found, _ = measure(model, TOKENS, Setting(policy, "lrfu", SLOTS))
     for document, tokens in enumerate(TOKENS):
-        streamed = load(folder, slots=SLOTS, eviction="lrfu")[0]
+        streamed = load(folder, slots=SLOTS, eviction="lrfu", mtp=True)[0]
         for layer in streamed.streaming.layers.values():
             layer.guess_of_next = None
         set_routing(streamed, make_routing(streamed, policy, None))
-        cache, nats = make_cache(streamed), []
-        for token, following in itertools.pairwise(tokens):
-            logits = streamed(mx.array([[int(token)]]), cache=cache)[:, 0]
-            nats.append(-log_likelihood(logits, np.array([following]))[0])
-        streamed(mx.array([[int(tokens[-1])]]), cache=cache)
+        trunk, cache, nats = Trunk(streamed), make_cache(streamed), []
+        head = MTPDrafter(streamed) if policy.sure_margin is not None else None
+        for token, following in itertools.pairwise([*tokens.tolist(), 0]):
+            made = list(itertools.islice(head.steps(), 1)) if head else []
+            with verify_window([step.confidence for step in made]):
+                hidden = trunk(mx.array([[token]]), cache)
+            nats.append(-log_likelihood(trunk.logits(hidden.after)[:, 0], np.array([following]))[0])
+            if head:
+                head.observe(mx.array([following]), hidden)
         traffic = streamed.streaming.traffic()
-        assert found.misses[document] == traffic.misses / traffic.picks
-        assert found.evicting[document] == (traffic.misses - 2 * SLOTS) / traffic.picks  # of two layers
-        assert np.allclose(found.nats[document], nats, atol=1e-4)
+        layers = 3 if head else 2
+        picks = 2 * len(tokens) * blocks(streamed)[0].router.top_k  # of the trunk's two layers
+        assert found.misses[document] == traffic.misses / picks
+        assert found.evicting[document] == (traffic.misses - layers * SLOTS) / picks
+        assert np.allclose(found.nats[document], nats[:-1], atol=1e-4)
 
 
 @pytest.mark.parametrize("eviction", ["lru", "frequency", "lrfu"])

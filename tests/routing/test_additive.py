@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strata_mlx.errors import InputError
 from strata_mlx.routing import LogitRange, RoutingPolicy, reference, select
 from tests.routing.properties import TOLERANCE, own_weights
 from tests.strategies import RoutingCase, additive_policies, extreme_cases, routing_cases
@@ -18,14 +19,15 @@ NEUTRAL = [
     RoutingPolicy(kind="max_rank", max_rank=K),
     RoutingPolicy(kind="mass", mass=0.0),
     RoutingPolicy(kind="margin", margin=0.0),
-    RoutingPolicy(kind="margin", margin=1.0, protect=K),
+    RoutingPolicy(kind="margin", margin=0.0, sure_margin=0.0),
+    RoutingPolicy(kind="margin", margin=1.0, sure_margin=1.0, protect=K),
     RoutingPolicy(kind="cache_prior", prior_lambda=3.0, protect=K),
     RoutingPolicy(kind="max_rank", max_rank=40, protect=K),
 ]
 PLAIN = RoutingPolicy()
 
 
-def route(case: RoutingCase, policy: RoutingPolicy, known: Any = None) -> tuple[Any, Any]:
+def route(case: RoutingCase, policy: RoutingPolicy, known: Any = None, confidence: Any = None) -> tuple[Any, Any]:
     resident = case.resident if known is None else known
     ids, weights = select(
         mx.array(case.logits),
@@ -33,6 +35,7 @@ def route(case: RoutingCase, policy: RoutingPolicy, known: Any = None) -> tuple[
         policy,
         top_k=case.top_k,
         selection_bias=None if case.bias is None else mx.array(case.bias),
+        confidence=None if confidence is None else mx.array(confidence, mx.float32),
         **case.options,
     )
     return np.array(ids), np.array(weights)
@@ -59,13 +62,14 @@ def test_without_residents_it_is_the_plain_router_bit_for_bit(case: RoutingCase,
     assert weights.tobytes() == plain_weights.tobytes()
 
 
-@given(case=cases(tie_free=True, biased=False, residency="some"), policy=additive_policies())
-def test_it_agrees_with_the_reference(case: RoutingCase, policy: RoutingPolicy) -> None:
+@given(case=cases(tie_free=True, biased=False, residency="some"), policy=additive_policies(), seed=st.integers(0, 99))
+def test_it_agrees_with_the_reference(case: RoutingCase, policy: RoutingPolicy, seed: int) -> None:
+    confidence = np.random.default_rng(seed).uniform(-0.1, 1.1, len(case.logits)).astype(np.float32)
     ranges = case.logits.max(axis=1).astype(np.float64) - case.logits.min(axis=1)
     deltas = np.cumsum(ranges) / np.arange(1, len(ranges) + 1)
-    ids, weights = route(case, policy)
+    ids, weights = route(case, policy, confidence=confidence)
     expected, expected_weights = reference.select(
-        case.logits, case.resident, policy, top_k=K, deltas=deltas, **case.options
+        case.logits, case.resident, policy, top_k=K, deltas=deltas, confidence=confidence, **case.options
     )
     for got, want in zip(ids, expected, strict=True):
         # A cumulative probability or a raised score on the very edge may fall on either side.
@@ -126,6 +130,38 @@ def test_a_resident_makes_up_for_a_margin_of_the_weight_and_no_more() -> None:
         assert ids.tolist() == [expected], (margin, protect)
         own = mx.softmax(logits, axis=-1)[0, mx.array(expected)]
         assert mx.allclose(weights[0], own / own.sum(), atol=1e-6)
+
+
+@given(case=cases(), margin=st.floats(0, 1), sure=st.floats(0, 1))
+def test_confidence_moves_the_margin_from_one_end_to_the_other_bit_for_bit(
+    case: RoutingCase, margin: float, sure: float
+) -> None:
+    policy = RoutingPolicy(kind="margin", margin=margin, sure_margin=sure)
+    rows = len(case.logits)
+    for confidence, same in (
+        (None, margin),
+        (np.zeros(rows), margin),
+        (np.full(rows, np.nan), margin),
+        (np.ones(rows), sure),
+    ):
+        ids, weights = route(case, policy, confidence=confidence)
+        plain, plain_weights = route(case, RoutingPolicy(kind="margin", margin=same))
+        assert (ids == plain).all()
+        assert weights.tobytes() == plain_weights.tobytes()
+
+
+def test_the_margin_grows_with_the_square_of_the_confidence() -> None:
+    """Expert 2 weighs 0.2 of 0.9, and 4, which is resident, would weigh 0.08: a margin of 0.133 makes up for that."""
+    logits = mx.log(mx.array([[0.40, 0.30, 0.20, 0.10, 0.08, 0.02]] * 4))
+    resident = mx.array([False, False, False, False, True, True])
+    policy = RoutingPolicy(kind="margin", margin=0.1, sure_margin=0.18)
+    ids, _ = select(logits, resident, policy, top_k=3, confidence=mx.array([0.0, 0.6, 0.7, 1.0]))
+    assert [sorted(row) for row in np.array(ids).tolist()] == [[0, 1, 2], [0, 1, 2], [0, 1, 4], [0, 1, 4]]
+
+
+def test_confidences_that_are_not_one_for_each_row_are_refused() -> None:
+    with pytest.raises(InputError, match="confidence: expected float32"):
+        select(mx.zeros((2, 8)), None, PLAIN, top_k=2, confidence=mx.zeros(3))
 
 
 def test_the_running_range_ends_with_the_row_that_it_serves() -> None:

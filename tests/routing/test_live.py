@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from strata_mlx import Routing, RoutingPolicy, load, set_routing
 from strata_mlx.models.moe import blocks, make_routing
-from strata_mlx.routing import LiveResidency, Residency, Router, select_ops, verify_window
+from strata_mlx.routing import LiveResidency, Residency, Router, drafting, select_ops, verify_window
 from strata_mlx.speculation.decoder import SpeculativeDecoder
 from tests.tiny import make_checkpoint
 
@@ -89,6 +89,23 @@ def test_all_rows_of_a_verify_window_see_the_same() -> None:
     table.hold(0, 1, 2, 3)
     with verify_window():
         assert selected(live(table), logits(3)) == expected(logits(3), {0, 1, 2, 3})
+
+
+def test_rows_that_a_head_is_sure_of_have_a_margin_of_their_own() -> None:
+    """Those of a window that nothing is known of, and those of other forwards, have the usual one."""
+    table, scores = Table(), logits(3, seed=15)
+    table.hold(0, 1, 2, 3)
+    routing = live(table, RoutingPolicy(kind="margin", margin=0.0, sure_margin=1.0))
+    plain, biased = selected(Routing(), scores), expected(scores, {0, 1, 2, 3})
+    assert all(a != b for a, b in zip(plain, biased, strict=True))
+    assert selected(routing, scores) == plain
+    for sure in ([], [1.0], [0.0, 1.0], [1.0, 1.0, 1.0]):
+        with verify_window([mx.array(each) for each in sure]):
+            rows = [biased[i] if i < len(sure) and sure[i] else plain[i] for i in range(3)]
+            assert selected(routing, scores) == rows
+    with drafting():
+        assert selected(routing, scores) == biased
+    assert selected(routing, scores) == plain
 
 
 def test_a_cold_start_is_exact_until_the_slots_have_been_full() -> None:
