@@ -122,10 +122,13 @@ class Caches:
         maps = [live.of(layer) for live in self.live]
         return np.stack([self._nothing if known is None else known for known in maps])
 
-    def use(self, layer: int, ids: NDArray[np.intp]) -> None:
-        """Each document needs the experts ``ids [B, K]``, as StreamedExperts does for one row."""
+    def use(self, layer: int, ids: NDArray[np.intp], wanted: NDArray[np.intp] | None = None) -> None:
+        """Each document needs the experts ``ids [B, K]``, as StreamedExperts does for one row, where the router itself
+        ``wanted`` others.
+        """
         for document, row in enumerate(ids):
             table = self.tables[document][layer]
+            table.wanted = None if wanted is None else wanted[document]
             table.used(row[None])
             missing = row[table.slot_of[row] < 0]
             if len(missing):
@@ -157,7 +160,7 @@ class Routing:
         mx.eval(ids, self.distance)
         picked = np.array(ids).astype(np.intp)
         self.ids.setdefault(layer, []).append(picked)
-        self._caches.use(layer, picked)
+        self._caches.use(layer, picked, np.array(plain_router(rows, router)[0]) if self._policy.active else None)
         return ids[:, None], weights[:, None]
 
     def _biased(self, layer: int, rows: mx.array, top_k: int, norm_topk: bool) -> Selection:

@@ -77,7 +77,8 @@ class StreamedExperts(nn.Module):
         if behind:
             behind.keep()
         start = perf_counter()
-        evaluate(ids, "choosing experts", wait=False)
+        wanted = self.table.wanted
+        evaluate(ids if wanted is None else [ids, wanted], "choosing experts", wait=False)
         rows = ids.size // ids.shape[-1]
         waits = rows <= DECODE_ROWS and self._can_wait(ids.size)
         if work.meanwhile:  # apart, so that the ids do not wait for it

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +76,8 @@ class SlotTable:
     whenever ``resident`` changes. counts: int64 ``[experts]``, how often each was selected. filled: how many experts
     have been put into slots until now.
     All are to be read only; the arrays stay the same objects.
+    wanted: ``[..., T, K]``, what the router would have chosen for the window that comes next, if that may be something
+    else than what is used: evictions go by it. To be set before each such window.
     """
 
     def __init__(self, experts: int, slots: int, eviction: Eviction, pinned: Collection[int] = ()):
@@ -86,6 +89,7 @@ class SlotTable:
         # For a row or an expert at a time: a memory view reads and writes single numbers several times faster.
         self._where, self._count = self.slot_of.data, self.counts.data
         self.filled = 0
+        self.wanted: Any = None
         self.eviction = eviction
         self._pinned = frozenset(pinned)
         self._free = list(range(slots))[::-1]
@@ -178,13 +182,14 @@ class SlotTable:
         return moving
 
     def used(self, ids: Rows) -> None:
-        """Count what the rows of a window selected, ``[T, K]``, and tell the eviction policy."""
+        """Count what the rows of a window selected, ``[T, K]``, and tell the eviction policy what was ``wanted``."""
         if len(ids) == 1:
             for expert in ids[0]:
                 self._count[expert] += 1
         else:
             self.counts += np.bincount(np.ravel(ids), minlength=self.counts.size)
-        self.eviction.used(ids)
+        wanted, self.wanted = self.wanted, None
+        self.eviction.used(ids if wanted is None else np.array(wanted).reshape(-1, wanted.shape[-1]).tolist())
 
 
 def _listed(ids: Ids | Sequence[int]) -> Sequence[int]:

@@ -43,6 +43,7 @@ class Everywhere:
     def __init__(self, experts: int):
         self.version = 0
         self.asked = False
+        self.wanted: Any = None  # for the table of this rank
         self._resident, self._slots = np.zeros(experts, np.bool_), experts
         self._latest: mx.array | None = None  # uint8 [ranks, bytes of pack()]
 
@@ -131,6 +132,7 @@ class OwnedExperts(StreamedExperts):
         self._wire.bytes += round(nbytes * times)
 
     def __call__(self, *window: Any, **options: Any) -> mx.array:
+        self.table.wanted, self._everywhere.wanted = self._everywhere.wanted, None
         with self._ranks.layer():
             return super().__call__(*window, **options)
 

@@ -1,10 +1,11 @@
 """Which experts of each layer are in memory."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,6 +29,11 @@ class ResidencyMap(Protocol):
     def acts_on(self, rows: int) -> bool:
         """Whether it is for windows of so many rows."""
 
+    def wants(self, layer: int, choose: Callable[[], mx.array] | None) -> None:
+        """A window of a layer is being routed. choose: gives the router's own choice, uint ``[..., T, K]``, where
+        another one may be made; what is in memory may depend on it.
+        """
+
 
 @dataclass(frozen=True, eq=False)
 class Residency:
@@ -40,6 +46,9 @@ class Residency:
 
     def acts_on(self, rows: int) -> bool:  # noqa: ARG002
         return True
+
+    def wants(self, layer: int, choose: Callable[[], mx.array] | None) -> None:
+        """Nothing depends on it."""
 
     def of(self, layer: int) -> NDArray[np.bool_] | None:
         """The map of a layer, or None if nothing of it is in memory."""
@@ -79,6 +88,9 @@ class HasResident(Protocol):
     @property
     def slots(self) -> int: ...
 
+    wanted: Any
+    """The router's own choice ``[..., T, K]`` for the window that is being routed, None where it has been made."""
+
 
 class LiveResidency:
     """The experts that are in memory at the moment, by the slot tables of the layers.
@@ -110,3 +122,9 @@ class LiveResidency:
 
     def acts_on(self, rows: int) -> bool:
         return rows <= self.PROMPT_ROWS
+
+    def wants(self, layer: int, choose: Callable[[], mx.array] | None) -> None:
+        """Evictions go by what the router wants: what is chosen only because it is in memory would stay there."""
+        table = self.layers.get(layer)
+        if table is not None:
+            table.wanted = choose and choose()

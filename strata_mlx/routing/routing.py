@@ -144,6 +144,8 @@ class Routing:
             return plain(logits, router, bias)
         shape, rows = logits.shape, logits.reshape(-1, logits.shape[-1])
         resident = self._resident(layer, router.top_k, rows.shape[0])
+        assert self.residency is not None, "the mode is biased"
+        self.residency.wants(layer, None if resident is None else lambda: plain(logits, router, bias)[0])
         if resident is None:
             self._meter.record(layer, rows, None, router)
             return plain(logits, router, bias)

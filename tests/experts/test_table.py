@@ -219,6 +219,19 @@ def test_a_wrong_order_would_be_noticed(name: str, mutant: Any) -> None:
         check_order("frequency")
 
 
+@pytest.mark.parametrize("policy", EVICTIONS)
+def test_evictions_go_by_what_was_wanted_and_counts_by_what_was_used(policy: str) -> None:
+    biased, wanted = (SlotTable(EXPERTS, 4, make_eviction(policy, EXPERTS)) for _ in range(2))
+    biased.wanted = np.array([[[4, 5], [5, 6]]], np.uint32)
+    biased.used(np.array([[0, 1], [0, 2]]))
+    wanted.used(np.array([[4, 5], [5, 6]]))
+    assert biased.eviction.to_dict() == wanted.eviction.to_dict()
+    assert biased.counts.nonzero()[0].tolist() == [0, 1, 2]
+    for table in (biased, wanted):
+        table.used(np.array([[3, 1]]))  # nobody said that anything else was wanted
+    assert biased.eviction.to_dict() == wanted.eviction.to_dict()
+
+
 def test_a_window_of_hits_alone_changes_who_leaves_first() -> None:
     table = SlotTable(EXPERTS, 2, make_eviction("lru", EXPERTS))
     for ids in (np.array([[0]]), np.array([[1]]), np.array([[0]])):

@@ -30,6 +30,7 @@ class Table:
 
     slots: int = SLOTS
     version: int = 0
+    wanted: Any = None
     resident: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(EXPERTS, np.bool_))
 
     def hold(self, *experts: int) -> None:
@@ -106,6 +107,18 @@ def test_rows_that_a_head_is_sure_of_have_a_margin_of_their_own() -> None:
     with drafting():
         assert selected(routing, scores) == biased
     assert selected(routing, scores) == plain
+
+
+def test_a_table_hears_what_the_router_wants_where_it_may_get_something_else() -> None:
+    table = Table()
+    routing = live(table)
+    for held, rows, told in (((0, 1), 3, False), (range(SLOTS), 3, True), (range(SLOTS), 40, False)):
+        table.hold(*held)
+        scores = logits(rows, seed=15)
+        selected(routing, scores)
+        assert (table.wanted is not None) == told
+        if told:
+            assert [sorted(row) for row in np.array(table.wanted)[0].tolist()] == selected(Routing(), scores)
 
 
 def test_a_cold_start_is_exact_until_the_slots_have_been_full() -> None:

@@ -1,6 +1,6 @@
 """Speculative decoding writes what plain decoding writes, and leaves the caches as plain decoding leaves them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from strata_mlx.engine import generate_step
 from strata_mlx.models.moe import set_routing
 from strata_mlx.models.trunk import Hidden, Trunk
 from strata_mlx.prefill import make_cache
-from strata_mlx.routing import Residency, Routing, RoutingPolicy, select_ops
+from strata_mlx.routing import Residency, Routing, RoutingPolicy, select_ops, verify_window
 from strata_mlx.speculation import decoder
 from strata_mlx.speculation.decoder import SpeculativeDecoder
 from strata_mlx.speculation.draft import MTPDrafter, PromptLookupDrafter, Step
@@ -378,6 +378,32 @@ def test_the_rows_of_a_window_after_the_first_are_routed_as_drafts(model: nn.Mod
     set_routing(model, Routing())
     rows = {len(each): each for each in kinds}
     assert rows == {11: [False] * 11, 1: [False], 3: [False, True, True]}
+
+
+def test_rows_are_routed_by_how_sure_the_head_is_of_what_follows(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the row of the last draft that is retained, too, where the head made another one."""
+    told: list[list[float]] = []
+
+    def watch(confidences: Sequence[mx.array] = ()) -> Any:
+        told.append([float(np.array(each)) for each in confidences])
+        return verify_window(confidences)
+
+    monkeypatch.setattr(decoder, "verify_window", watch)
+    floor = 0.0
+    for some_are_left_out in (False, True):
+        told.clear()
+        text = SpeculativeDecoder(model, prompt=PROMPT, max_steps=3, max_tokens=COUNT, retention=RetentionPolicy(floor))
+        assert len(list(text)) == COUNT
+        expected = [list(each.confidences[: each.retained + 1]) for each in text.rounds]
+        assert told == expected
+        assert any(told)
+        assert any(each.retained < len(each.confidences) for each in text.rounds) == some_are_left_out
+        floor = float(np.median([p for each in text.rounds for p in each.confidences]))
+    told.clear()
+    decode(model, drafter=PromptLookupDrafter())
+    assert not any(told)  # it looks at no probability
 
 
 # What is refused
