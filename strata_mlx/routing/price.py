@@ -18,7 +18,7 @@ _TINY = 2.0**-126
 
 @dataclass(frozen=True)
 class Price:
-    """Of the rows that the MoE layers have routed, a row for each token and layer.
+    """Of the rows that the MoE layers of the trunk have routed, a row for each token and layer.
 
     rows: all of them; drafts that were rejected afterwards count. sampled_rows: those that the other two are means of,
     None where there are none. changed: the share of the selected experts that the router ranks below its own last

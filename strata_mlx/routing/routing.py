@@ -147,7 +147,7 @@ class Routing:
         assert self.residency is not None, "the mode is biased"
         self.residency.wants(layer, None if resident is None else lambda: plain(logits, router, bias)[0])
         if resident is None:
-            self._meter.record(layer, rows, None, router)
+            self._record(layer, rows, None, router, bias)
             return plain(logits, router, bias)
         assert self.executor is not None, "the mode is biased"
         known = self._ranges.get(layer) if self.policy.kind == "cache_prior" else None
@@ -167,8 +167,13 @@ class Routing:
             # The rows of a window may be rejected, all but the first.
             learned = 1 if _verifying.get() else rows.shape[0]
             self._ranges[layer] = (known or LogitRange()).after(rows, learned)
-        self._meter.record(layer, rows, ids, router, bias)
+        self._record(layer, rows, ids, router, bias)
         return ids.reshape(*shape[:-1], -1), weights.reshape(*shape[:-1], -1)
+
+    def _record(self, layer: int, rows: mx.array, ids: mx.array | None, router: Router, bias: mx.array | None) -> None:
+        """Rows of a draft head are at no price."""
+        if not _drafting.get():
+            self._meter.record(layer, rows, ids, router, bias)
 
     def _confidence(self, rows: int) -> mx.array | None:
         """How sure a draft head is of the token after each of so many rows, 0 where it has not said; None where that

@@ -104,8 +104,10 @@ def test_rows_that_a_head_is_sure_of_have_a_margin_of_their_own() -> None:
         with verify_window([mx.array(each) for each in sure]):
             rows = [biased[i] if i < len(sure) and sure[i] else plain[i] for i in range(3)]
             assert selected(routing, scores) == rows
+    priced = routing.price.rows
     with drafting():
         assert selected(routing, scores) == biased
+    assert routing.price.rows == priced  # at no price
     assert selected(routing, scores) == plain
 
 
