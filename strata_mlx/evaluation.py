@@ -90,6 +90,8 @@ def evaluate(
     layers = blocks(model)
     for policy in policies:
         policy.check_top_k(layers[0].router.top_k)
+        if policy.sure_margin is not None:
+            raise InputError("routing policy: sure_margin is for drafting, and no MTP head takes part in an evaluation")
     before = [block.routing for block in layers]
     rows: list[dict[str, Any]] = []
     try:

@@ -104,6 +104,8 @@ def test_what_cannot_be_evaluated_is_refused(path: Path, model: Any, documents: 
         evaluate(load(path, slots=SLOTS)[0], documents, [], slots=[SLOTS])
     with refuses(InputError, "protect"):
         evaluate(model, documents, [RoutingPolicy(moce_bonus=1.0, protect=5)], slots=[SLOTS])
+    with refuses(InputError, "no MTP head takes part"):
+        evaluate(model, documents, [RoutingPolicy(kind="margin", sure_margin=0.1)], slots=[SLOTS])
 
 
 def test_a_full_disk_is_one_fault(model: Any, documents: list[Tokens], monkeypatch: pytest.MonkeyPatch) -> None:

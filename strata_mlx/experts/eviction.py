@@ -1,7 +1,8 @@
 """Which expert of a layer makes room for one that is needed.
 
 Every policy keeps a score per expert, resident or not, that grows with use; the smallest score goes first. So what a
-policy knows outlives the residency of an expert, and is saved and restored as one list of numbers.
+policy knows outlives the residency of an expert, and is saved and restored as one list of numbers. Where routing
+prefers residents, a use is what the router itself would have chosen: a preference would confirm itself.
 
 The rows of a prompt count like those of decoding. Of the embedded model's picks in the first 50 rows after a prompt of
 1000, with 32 slots of 128, 54.6 % then miss; 56.8 % where the prompt is ignored, 56.1 % where its rows do not decay.
