@@ -109,6 +109,16 @@ def test_options_that_do_not_go_together_are_refused(folder: Path, tmp_path: Pat
         load(folder, placement="profile", memory="1GB", expert_profile=tmp_path / "profile.json")
 
 
+def test_a_rank_evicts_by_what_the_router_wants(folder: Path) -> None:
+    model, _ = load(folder, slots=TOP_K, ranks=Lone(0, 2))  # type: ignore[arg-type]
+    block = blocks(model)[0]
+    block.across = lambda part: part
+    block.switch_mlp.known.wanted = mx.array([[list(range(TOP_K))]], mx.uint32)
+    mx.eval(block(mx.ones((1, 1, 64))))  # routed exactly: nobody says that anything else is wanted
+    assert np.flatnonzero(block.switch_mlp.table.eviction.score).tolist() == list(range(TOP_K))
+    assert block.switch_mlp.known.wanted is None
+
+
 def test_residents_of_all_ranks_are_preferred_once_all_slots_have_been_full() -> None:
     tables = [SlotTable(20, slots, make_eviction("lru", 20)) for slots in (2, 3)]
     everywhere = Everywhere(20)
