@@ -26,7 +26,9 @@ _MAX_THREADS = 64
 _WORTH_MEASURING = 64 << 20  # bytes of experts: less is in the page cache at once
 _SMALL = 128 << 10  # bytes of one read: below, handing it to a thread costs more than a cached one
 _ENOUGH = 0.9  # of the best rate: more threads than that takes only keep cores busy
-_MORE = 1  # threads than a disk needs: of those that read experts, one is copying or casting what it has read
+# Of those that read experts, one copies or casts what it has read, and those that wait for the disk cost little: with
+# four, it gave a third more than with two (benchmarks/io_ceiling.py), where two were as good for reading alone.
+_MORE, _LEAST = 1, 4  # threads than a disk needs, and at the least
 _DIRECT_GAIN = 1.1  # of direct reads, which give up the page cache
 
 
@@ -109,8 +111,9 @@ def choose(rates: Sequence[Rate], workload: Workload) -> tuple[DiskSettings, str
         direct_threads, direct_rate = best(False, True)
         if direct_rate > _DIRECT_GAIN * rate:
             reason = "the experts do not fit in the page cache, and reading past it is faster"
-            return DiskSettings(direct_threads + _MORE, True), reason
-    return DiskSettings(threads + _MORE), "the experts do not fit in the page cache; more threads gain nothing"
+            return DiskSettings(max(_LEAST, direct_threads + _MORE), True), reason
+    reason = "the experts do not fit in the page cache; more threads gain nothing"
+    return DiskSettings(max(_LEAST, threads + _MORE)), reason
 
 
 def recall(file: Path, memory: Path | None = None) -> list[Rate] | None:

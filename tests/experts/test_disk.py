@@ -33,14 +33,15 @@ def workload(request: int = 512 << 10, total: int = HUGE) -> Workload:
 
 def test_one_thread_more_reads_than_the_fewest_that_are_about_the_fastest() -> None:
     assert choose(rates([1, 2, 3.9, 4]), workload())[0] == DiskSettings(5)
-    assert choose(rates([1, 1, 1, 1]), workload())[0] == DiskSettings(2)
+    assert choose(rates([1, 1, 1, 1]), workload())[0] == DiskSettings(4)  # at the least
     assert choose(rates([1, 2, 3, 2]), workload())[0] == DiskSettings(5)
 
 
 def test_the_page_cache_is_passed_by_only_where_it_cannot_help_and_that_is_faster() -> None:
     table = rates([1, 1, 1, 1], [1, 2, 2, 2])
-    assert choose(table, workload())[0] == DiskSettings(3, direct=True)
-    assert choose(rates([1, 1, 1, 1], [1, 1, 1, 1.05]), workload())[0] == DiskSettings(2)
+    assert choose(table, workload())[0] == DiskSettings(4, direct=True)
+    assert choose(rates([1, 1, 1, 1], [1, 2, 3, 4]), workload())[0] == DiskSettings(THREADS[3] + 1, direct=True)
+    assert choose(rates([1, 1, 1, 1], [1, 1, 1, 1.05]), workload())[0] == DiskSettings(4)
     assert not choose(table, workload(total=1 << 20))[0].direct
 
 
@@ -55,7 +56,7 @@ def test_small_reads_from_the_page_cache_stay_in_their_thread() -> None:
 def test_the_row_of_the_nearest_size_counts() -> None:
     table = [replace(rate, bytes_per_second=rate.threads) for rate in rates([1] * 4)]
     table = [rate if rate.block == BLOCKS[2] else replace(rate, bytes_per_second=1) for rate in table]
-    assert choose(table, workload(request=BLOCKS[1]))[0].threads == 1 + 1
+    assert choose(table, workload(request=BLOCKS[1]))[0].threads == 4
     assert choose(table, workload(request=BLOCKS[2] + 1))[0].threads == THREADS[-1] + 1
 
 
