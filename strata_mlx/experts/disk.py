@@ -112,7 +112,7 @@ def choose(rates: Sequence[Rate], workload: Workload) -> tuple[DiskSettings, str
         if direct_rate > _DIRECT_GAIN * rate:
             reason = "the experts do not fit in the page cache, and reading past it is faster"
             return DiskSettings(max(_LEAST, direct_threads + _MORE), True), reason
-    reason = "the experts do not fit in the page cache; more threads gain nothing"
+    reason = "the experts do not fit in the page cache, and still more threads would gain nothing"
     return DiskSettings(max(_LEAST, threads + _MORE)), reason
 
 

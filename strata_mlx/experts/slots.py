@@ -41,16 +41,18 @@ class SlotPool(Protocol):
     what bounds small models. On Metal that has not been measured.
 
     splits: whether it pays to compute few rows with experts that are in memory while others are read slowly: on the
-    CPU, where an expert takes milliseconds. A GPU has computed them before the launches for that are prepared.
-
-    at_a_time: how many experts write() takes.
+    CPU, where an expert takes milliseconds. A CUDA device has computed them before the launches for that are prepared,
+    and Metal is taken to be like that.
     """
 
     experts: nn.Module
     pads: bool
     patient: bool
     splits: bool
-    at_a_time: int
+
+    @property
+    def at_a_time(self) -> int:
+        """How many experts write() takes."""
 
     def __call__(self, x: mx.array, slots: NDArray[np.int32], compute: Compute = apply) -> mx.array:
         """Apply the experts in ``slots [..., K]`` to ``x [..., D]``, lazily: ``[..., K, D]``."""

@@ -22,20 +22,23 @@ from numpy.typing import NDArray
 from .. import cuda
 from ..device import evaluate, on_cpu
 from ..errors import InputError
-from ..kernels import Build, Constants, KernelSpec, Launch
+from ..kernels import MAX_TOP_K, Build, Constants, KernelSpec, Launch
 from .casts import HOST_TYPES
 from .slots import Promise, Readers, SlotPool, Targets, UnifiedSlots, only_newest, with_parameters
+from .waves import DECODE_ROWS
 from .work import Compute, apply
 
 if TYPE_CHECKING:
     from .ranges import Field
 
-EXPERTS = 32  # that are staged at a time
-PAIRS = 256  # of a window whose slots can be told later: more than a window of decoding has
+EXPERTS = 32  # that are staged at a time, at most
+PAIRS = DECODE_ROWS * MAX_TOP_K  # of a window whose slots can be told later
+_MOST = 256 << 20  # bytes that are staged at a time, unless a single expert has more
 MAX_FIELDS = 12
 _ALIGNED = 16  # words: the kernel copies fastest to where fields begin at lines of the cache
 _THREADS = 256
-_HEAD = 2  # numbers in front of orders: of experts and of pairs
+_LAST_TICKET = (1 << 32) - 1
+HEAD = 2  # numbers before the slots in orders: a ticket and how many experts
 
 
 class Staging:
@@ -48,6 +51,7 @@ class Staging:
     def __init__(self) -> None:
         self.waiting: StagedSlots | None = None
         self.dealt: mx.array | None = None
+        self._tickets = 0
         self._words = 0  # of a record, at most
         self._orders: _Shared | None = None
         self._records: _Shared | None = None
@@ -59,13 +63,25 @@ class Staging:
 
     @property
     def orders(self) -> _Shared:
-        self._orders = self._orders or _Shared(_HEAD + EXPERTS + PAIRS)
+        self._orders = self._orders or _Shared(HEAD + EXPERTS + PAIRS)
         return self._orders
 
     @property
     def records(self) -> _Shared:
-        self._records = self._records or _Shared(EXPERTS * self._words)
+        self._records = self._records or _Shared(self.room)
         return self._records
+
+    @property
+    def room(self) -> int:
+        """Words of ``records``."""
+        return _room(self._words)
+
+    def ticket(self) -> int:
+        """For a kernel: each has its own, so that one whose promise was given up does nothing when it is computed after
+        all.
+        """
+        self._tickets = self._tickets % _LAST_TICKET + 1
+        return self._tickets
 
     def free(self) -> None:
         """Have all that is there brought to its slots, and wait until it is."""
@@ -78,16 +94,18 @@ class Staging:
             evaluate(self.dealt, "copying experts to the device")
             self.dealt = None
 
-    def tell(self, experts: Sequence[int], pairs: Sequence[int]) -> None:
-        """What the next kernel is to do: the slots of the staged experts, and of pairs. Waits for the one before."""
+    def tell(self, ticket: int, experts: Sequence[int], pairs: Sequence[int]) -> None:
+        """What the kernel with ``ticket`` is to do: the slots of the staged experts, and of pairs. Waits for the one
+        before.
+        """
         self._wait()
-        view, first = self.orders.view, _HEAD + EXPERTS
-        view[:_HEAD] = len(experts), len(pairs)
-        view[_HEAD : _HEAD + len(experts)] = experts
+        view, first = self.orders.view, HEAD + EXPERTS
+        view[:HEAD] = ticket, len(experts)
+        view[HEAD : HEAD + len(experts)] = experts
         view[first : first + len(pairs)] = pairs
 
     def told(self, dealt: mx.array) -> None:
-        """The kernel that gives ``dealt`` does it. Cut short before this, it is done again."""
+        """The kernel that gives ``dealt`` does it, once that is computed. Cut short before this, it is done again."""
         self.dealt, self.waiting = dealt, None
 
 
@@ -107,8 +125,6 @@ class StagedSlots:
 
     Raises InputError for fields that are no whole words, or too many.
     """
-
-    at_a_time = EXPERTS
 
     def __init__(
         self,
@@ -142,22 +158,28 @@ class StagedSlots:
         self._readers.add(result, slots.ravel().tolist())
         return result
 
+    @property
+    def at_a_time(self) -> int:
+        return min(EXPERTS, self._staging.room // self._words)
+
     def promise(self, x: mx.array, shape: tuple[int, ...], compute: Compute = apply) -> Promise | None:
         if not self._tells or prod(shape) > PAIRS:
             return None
+        self.deal()  # the promise has room for what its own window needs
         self._readers.settle()
-        indices = self._launch(min(EXPERTS, prod(shape)), shape)
-        self._promise = promise = Promise(compute(self.experts, x, indices), partial(self._tell, indices))
+        ticket = self._staging.ticket()
+        indices = self._launch(ticket, min(self.at_a_time, prod(shape)), shape)
+        self._promise = promise = Promise(compute(self.experts, x, indices), partial(self._tell, ticket, indices))
         return promise
 
-    def _tell(self, indices: mx.array, promise: Promise, slots: Sequence[int]) -> None:
+    def _tell(self, ticket: int, indices: mx.array, promise: Promise, slots: Sequence[int]) -> None:
         only_newest(promise, self._promise)
         if self._staging.waiting is self:
             staged = self._staged
         else:
             self._staging.free()
             staged = []
-        self._staging.tell(staged, slots)
+        self._staging.tell(ticket, staged, slots)
         self._staging.told(indices)
         self._readers.add(promise.outputs, slots)
 
@@ -166,7 +188,7 @@ class StagedSlots:
         self._readers.settle(slots)
         self._staged = list(slots)
         if not self._targets:
-            self._targets = [self._target(row) for row in range(EXPERTS)]
+            self._targets = [self._target(row) for row in range(self.at_a_time)]
         return self._targets[: len(slots)]
 
     def _target(self, row: int) -> Targets:
@@ -179,16 +201,24 @@ class StagedSlots:
         self._staging.waiting = self
 
     def deal(self) -> None:
-        """Have what is staged brought to its slots, before anything that is computed from now on."""
+        """Have all that is staged for this layer, told or not, brought to its slots before anything that is computed
+        from now on.
+        """
         if self._staging.waiting is self:
-            self._staging.tell(self._staged, ())
-            dealt = self._launch(len(self._staged), (1,))
-            self._staging.told(dealt)
+            ticket = self._staging.ticket()
+            self._staging.tell(ticket, self._staged, ())
+            dealt = self._launch(ticket, len(self._staged), (1,))
             evaluate(dealt, f"copying {len(self._staged)} experts to the device", wait=False)
+            self._staging.told(dealt)
+        elif self._staging.dealt is not None:
+            evaluate(self._staging.dealt, "copying experts to the device", wait=False)
 
-    def _launch(self, experts: int, shape: tuple[int, ...]) -> mx.array:
-        """What deals out up to so many experts when it is computed; uint32, the slots of pairs."""
-        inputs = [self._staging.orders.array, self._staging.records.array, *self._arrays]
+    def _launch(self, ticket: int, experts: int, shape: tuple[int, ...]) -> mx.array:
+        """What deals out up to so many experts when it is computed, if the orders are for ``ticket`` then; uint32, the
+        slots of pairs.
+        """
+        inputs = [self._staging.orders.array, mx.array([ticket, prod(shape)], mx.uint32)]
+        inputs += [self._staging.records.array, *self._arrays]
         (slots,) = self._spec.run(inputs, self._launch_of(experts, shape), self._build)
         return slots
 
@@ -217,7 +247,12 @@ class StagedSlots:
 
 def staging_bytes(expert_bytes: int) -> int:
     """What Staging takes at most, for experts of so many bytes."""
-    return EXPERTS * (expert_bytes + 4 * _ALIGNED * MAX_FIELDS) + 4 * (_HEAD + EXPERTS + PAIRS)
+    return 4 * (_room(expert_bytes // 4 + _ALIGNED * MAX_FIELDS) + HEAD + EXPERTS + PAIRS)
+
+
+def _room(words: int) -> int:
+    """Words for records of so many words."""
+    return min(EXPERTS * words, max(words, _MOST // 4))
 
 
 def _layout(fields: Sequence[Field]) -> tuple[list[int], list[int], int]:
@@ -236,7 +271,7 @@ def _constants(sizes: Sequence[int], starts: Sequence[int], words: int) -> Const
     none = [0] * (MAX_FIELDS - len(sizes))
     numbered = [(f"SIZE{i}", size) for i, size in enumerate([*sizes, *none])]
     numbered += [(f"START{i}", start) for i, start in enumerate([*starts, *none])]
-    return ("EXPERTS", EXPERTS), ("WORDS", words), *numbered
+    return ("HEAD", HEAD), ("EXPERTS", EXPERTS), ("WORDS", words), *numbered
 
 
 @cache
@@ -244,7 +279,7 @@ def _spec(fields: int) -> tuple[KernelSpec, Constants]:
     """The kernel for so many fields, and names for the others."""
     names = [f"field{i}" for i in range(fields)]
     aliases = tuple((f"field{i}", "field0") for i in range(fields, MAX_FIELDS))
-    return KernelSpec("deal", ("orders", "staged", *names), (("slots", mx.uint32),)), aliases
+    return KernelSpec("deal", ("orders", "ticket", "staged", *names), (("slots", mx.uint32),)), aliases
 
 
 def make_slots(experts: nn.Module, fields: Sequence[Field], count: int, staging: Staging) -> SlotPool:

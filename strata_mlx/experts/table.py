@@ -156,6 +156,7 @@ class SlotTable:
         """Give up every reservation: whatever cut the work short, a slot is what ``slot_of`` says, or free."""
         taken = set(self.slot_of[self.slot_of >= 0].tolist())
         self._reserved.clear()
+        self.wanted = None
         self._free = [slot for slot in range(self.slots) if slot not in taken]
         np.greater_equal(self.slot_of, 0, out=self.resident)
         self._leaving = Leaving(self.eviction, set(self.resident.nonzero()[0].tolist()) - self._pinned)

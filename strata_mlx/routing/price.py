@@ -52,6 +52,7 @@ class Meter:
         """Begin anew."""
         self._windows: dict[int, int] = {}  # by layer
         self._rows = self._sampled = self._picks = 0
+        self._latest = -1  # layer of which a window was sampled
         self._totals = mx.zeros(2)  # picks changed and extra KL, of the sampled rows
 
     def record(
@@ -66,9 +67,10 @@ class Meter:
         self._sampled += rows
         self._picks += rows * router.top_k
         if ids is not None:
-            # Or the logits of every sample would stay in memory. Those of this one may not be computed yet: the
-            # experts of the layer before may be unknown.
-            mx.async_eval(self._totals)
+            if layer <= self._latest:  # another window: or the logits of every sample would stay in memory
+                mx.async_eval(self._totals)
+            # Those of this window may not be computed yet: the experts of a layer before may be unknown.
+            self._latest = layer
             self._totals = self._totals + distance(logits, ids, router, bias)
 
     def price(self) -> Price:

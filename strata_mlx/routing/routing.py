@@ -101,7 +101,7 @@ class Routing:
 
     @property
     def lazy(self) -> bool:
-        """Whether a selection computes nothing of its own layer at once."""
+        """Whether a selection has nothing of its own window computed at once."""
         return self.observer is None
 
     @property

@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from strata_mlx.experts.ranges import Field
 from strata_mlx.experts.slots import Promise
-from strata_mlx.experts.staged import EXPERTS, StagedSlots, Staging
+from strata_mlx.experts.staged import EXPERTS, HEAD, StagedSlots, Staging
 from tests.host.host import HostBuild
 
 ON_HOST = HostBuild(in_place="field")
@@ -28,15 +28,17 @@ class ToldLater(StagedSlots):
         super().__init__(experts, fields, count, staging, ON_HOST)
         self.patient = self._tells = True
 
-    def _launch(self, experts: int, shape: tuple[int, ...]) -> mx.array:
-        if len(shape) == 1:  # no promise: the orders have been given
-            return super()._launch(experts, shape)
-        first = 2 + EXPERTS
-        return self._staging.orders.array[first : first + prod(shape)].reshape(shape) + mx.array(0, mx.uint32)
+    def _launch(self, ticket: int, experts: int, shape: tuple[int, ...]) -> mx.array:
+        if len(shape) == 1:  # no promise
+            return super()._launch(ticket, experts, shape)
+        self._experts = experts
+        first = HEAD + EXPERTS
+        orders = self._staging.orders.array[first : first + prod(shape)]
+        return orders.reshape(shape) + mx.array(0, mx.uint32)
 
-    def _tell(self, indices: mx.array, promise: Promise, slots: Sequence[int]) -> None:
-        super()._tell(indices, promise, slots)
-        super()._launch(EXPERTS, (len(slots),))
+    def _tell(self, ticket: int, indices: mx.array, promise: Promise, slots: Sequence[int]) -> None:
+        super()._tell(ticket, indices, promise, slots)
+        super()._launch(ticket, self._experts, (len(slots),))
 
 
 STAGED = (at_once, ToldLater)

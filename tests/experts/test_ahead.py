@@ -20,8 +20,8 @@ from strata_mlx.experts.streaming import streaming_of
 from strata_mlx.models.moe import blocks, set_routing
 from strata_mlx.models.trunk import Trunk
 from strata_mlx.prefill import make_cache
-from strata_mlx.routing import LiveResidency, Price, Routing, RoutingPolicy
-from tests.experts.streamed import TEXT, TOP_K, checkpoint, logits, same, splitting, streamed
+from strata_mlx.routing import LiveResidency, Price, Residency, Routing, RoutingPolicy
+from tests.experts.streamed import EXPERTS, TEXT, TOP_K, checkpoint, logits, same, splitting, streamed
 
 FEW = (9, 1, 2, 1)
 
@@ -95,18 +95,26 @@ def test_who_looks_at_selections_sees_the_models_own(folder: Path) -> None:
     assert same(selections(streamed(folder, TOP_K + 1)), selections(load(folder)[0]))
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("deep") / "model", layout="stacked", num_hidden_layers=4)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("slots", [TOP_K + 1, [TOP_K + 1, EXPERTS, EXPERTS, TOP_K + 1]], ids=["all", "some"])
 @pytest.mark.parametrize("policy", [RoutingPolicy(moce_bonus=0.5), RoutingPolicy(kind="cache_prior", prior_lambda=0.1)])
 def test_biased_routing_leaves_layers_behind_and_selects_the_same(
-    policy: RoutingPolicy, folder: Path, left_behind: list[object]
+    policy: RoutingPolicy, slots: Any, static: bool, deep: Path, left_behind: list[object]
 ) -> None:
-    """Its price, which is sampled, is that of layers that go one by one too."""
+    """Its price, which is sampled, is that of layers that go one by one too; also where some layers do not stream."""
 
     def run() -> tuple[list[Any], Price]:
-        model = streamed(folder, TOP_K + 1)
-        known = {block.layer: block.switch_mlp.known for block in blocks(model)}
-        routing = Routing(policy, LiveResidency(known))
+        model = streamed(deep, slots)
+        known = {b.layer: b.switch_mlp.known for b in blocks(model) if isinstance(b.switch_mlp, StreamedExperts)}
+        residency = Residency({layer: np.arange(EXPERTS) % 3 == 0 for layer in range(4)})
+        routing = Routing(policy, residency if static else LiveResidency(known))
         set_routing(model, routing)
-        return logits(model, (9, *[1] * 20)), routing.price
+        return logits(model, (9, *[1] * 30)), routing.price
 
     ahead = run()
     assert left_behind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from unittest.mock import patch
 
 import mlx.core as mx
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 
 from strata_mlx.errors import InputError
+from strata_mlx.experts import staged
 from strata_mlx.experts.ranges import Field
 from strata_mlx.experts.slots import SlotPool
 from strata_mlx.experts.staged import EXPERTS, PAIRS, StagedSlots, Staging, staging_bytes
 from tests.errors import refuses
 from tests.experts.staged import ON_HOST, STAGED, ToldLater, at_once
 from tests.experts.test_slots import SLOTS, fields_of, put, resident, slots, window
+from tests.host.compiler import KernelError
 from tests.host.host import HostBuild
 
 WHOLE = resident("4 bits, bfloat16")
@@ -40,8 +43,8 @@ def told_in_turn() -> bool:
     staging = Staging()
     first, second = made(ToldLater, staging), made(ToldLater, staging)
     outputs = []
-    for pool, pairs in ((first, [(4, 0), (1, 1)]), (second, [(5, 0), (2, 1)])):
-        promise = pool.promise(X, (1, 1, 2))
+    promises = [pool.promise(X, (1, 1, 2)) for pool in (first, second)]
+    for pool, promise, pairs in zip((first, second), promises, ([(4, 0), (1, 1)], [(5, 0), (2, 1)]), strict=True):
         put(pool, WHOLE, pairs)
         assert promise
         promise.fulfil(slots(0, 1) if pool is first else slots(1, 0))
@@ -86,8 +89,9 @@ def deals_out(build: HostBuild) -> bool:
     put(pool, WHOLE, [(0, 2), (4, 0), (1, 1)])
     pool.deal()
     put(pool, WHOLE, [(3, 0)])
-    staging.tell([0], ())
-    staging.told(pool._launch(EXPERTS, (1,)))
+    staging.tell(7, [0], ())
+    staging.told(pool._launch(7, EXPERTS, (1,)))
+    pool._launch(8, EXPERTS, (1,))  # whom nothing was told
     return right(pool, 3, 1, 0)
 
 
@@ -100,14 +104,63 @@ def test_the_kernel_deals_out_what_is_there() -> None:
     [
         ("put<SIZE4>(field4, slot, word - START4", "put<SIZE4>(field4, slot, word - START3"),
         ("slot * SIZE + at", "slot * SIZE"),
-        ("orders[2 + row]", "orders[1 + row]"),
+        ("size_t slot = orders[HEAD + row]", "size_t slot = orders[HEAD + row - 1]"),
         ("staged[size_t(row) * WORDS + word]", "staged[word]"),
-        ("row < orders[0] && word", "word"),
+        ("mine && row < orders[1] && word", "mine && word"),
     ],
     ids=lambda edit: edit[1],
 )
 def test_a_broken_kernel_would_be_noticed(edit: tuple[str, str]) -> None:
-    assert not deals_out(HostBuild(in_place="field", edits=(edit,)))
+    with suppress(KernelError):
+        assert not deals_out(HostBuild(in_place="field", edits=(edit,)))
+
+
+def computed_untold(build: HostBuild) -> bool:
+    """Whether a promise that was given up, computed after all, brings nothing to any slot and reads the first one."""
+    staging = Staging()
+    pool, other = (
+        StagedSlots(resident("4 bits, bfloat16", seed=seed), fields_of(WHOLE), SLOTS, staging, build) for seed in (1, 2)
+    )
+    put(pool, WHOLE, [(4, 0), (1, 1), (2, 2)])
+    pool.deal()
+    ticket = staging.ticket()
+    put(other, WHOLE, [(5, 0), (3, 1)])
+    other.deal()
+    given = pool._launch(ticket, 2, (1, 1, 2))
+    return right(pool, 4, 1, 2) and right(other, 5, 3) and not given.any().item()
+
+
+def test_a_promise_that_is_computed_untold_harms_nobody() -> None:
+    assert computed_untold(ON_HOST)
+    for edit in (("orders[0] == ticket[0]", "true"), ("mine ? orders[HEAD + EXPERTS + word] : 0", "1")):
+        assert not computed_untold(HostBuild(in_place="field", edits=(edit,)))
+
+
+def test_a_promise_has_room_for_its_own_window_only() -> None:
+    """What was staged before it is on its way when it is made."""
+    pool = made(ToldLater, Staging())
+    put(pool, WHOLE, [(4, 0), (1, 1), (2, 2)])
+    promise = pool.promise(X, (1, 1, 2))
+    assert promise
+    promise.fulfil(slots(0, 1))
+    assert mx.array_equal(promise.outputs, expected(4, 1))
+    assert right(pool, 4, 1, 2)
+
+
+@pytest.mark.parametrize("kind", STAGED)
+def test_large_experts_are_staged_as_many_as_have_room(
+    kind: Callable[..., SlotPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expert = sum(field.nbytes for field in fields_of(WHOLE))
+    monkeypatch.setattr(staged, "_MOST", 2 * expert + 4096)
+    pool = made(kind, Staging())
+    assert pool.at_a_time == 2
+    put(pool, WHOLE, [(4, 0), (1, 1)])
+    put(pool, WHOLE, [(2, 2)])
+    assert right(pool, 4, 1, 2)
+    assert len(pool.write([0, 1])) == 2
+    monkeypatch.setattr(staged, "_MOST", 1)
+    assert made(kind, Staging()).at_a_time == 1
 
 
 @pytest.mark.parametrize("kind", STAGED)
@@ -159,3 +212,16 @@ def test_targets_are_apart() -> None:
         array[...] = number
     assert all((array == number).all() for number, array in enumerate(targets))
     assert all(array.flags.c_contiguous and isinstance(array, np.ndarray) for array in targets)
+
+
+def test_what_was_told_is_on_its_way_before_anything_else_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the window that it was for was cut short before it was computed."""
+    pool, begun = made(ToldLater, Staging()), []
+    promise = pool.promise(X, (1, 1, 2))
+    put(pool, WHOLE, [(4, 0), (1, 1)])
+    assert promise
+    promise.fulfil(slots(0, 1))
+    dealt = pool._staging.dealt  # type: ignore[attr-defined]
+    monkeypatch.setattr(staged, "evaluate", lambda arrays, *_, **options: begun.append((arrays is dealt, options)))
+    pool(X, slots(0, 1)[None, None])
+    assert begun == [(True, {"wait": False})]
