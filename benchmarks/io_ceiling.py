@@ -6,11 +6,11 @@ Ours: ExpertStore.start() and wait(), ten random experts at a time, the next ten
 into NumPy slots placed as ExpertStore.places() says (a model's own begin at pages, which packed experts do as well);
 without a cast, as on GPUs and for float32 checkpoints, and with the cast of bfloat16 scales to float32 that the CPU
 needs. Raw: positional reads of random aligned blocks, as large as an expert or 8 MiB, by 1 to 8 threads, through the
-page cache or past it, into as much memory. The three fastest kinds, and the fastest with blocks of an expert, are then
-measured again, taking turns with ours, and the best median counts; the ratio to the best with blocks of an expert is
-given too. Bytes are those on disk. Cold means that all pages of the files were dropped from the page cache before each
-measurement (sync, POSIX_FADV_DONTNEED) and that nothing is read twice in it; warm means that the files have just been
-read.
+page cache or past it, into as much memory, which is more than a processor caches. The three fastest kinds, and the
+fastest with blocks of an expert, are then measured again, taking turns with ours, and the best median counts; the ratio
+to the best with blocks of an expert is given too. Bytes are those on disk. Cold means that all pages of the files were
+dropped from the page cache before each measurement (sync, POSIX_FADV_DONTNEED) and that nothing is read twice in it;
+warm means that the files have just been read.
 
 Without --model, a synthetic checkpoint is written to a temporary folder; it is measured as it is and packed.
 """
@@ -34,7 +34,6 @@ from statistics import median
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -44,6 +43,7 @@ from benchmarks.make_synthetic import SHAPES, make_synthetic
 from strata_mlx.checkpoint import Checkpoint
 from strata_mlx.checkpoint.convert import Conversion, convert
 from strata_mlx.experts import ExpertStore, Reads
+from strata_mlx.experts.casts import HOST_TYPES
 from strata_mlx.experts.disk import choose, device_of
 from strata_mlx.experts.files import memory_at
 from strata_mlx.experts.probe import measure
@@ -51,13 +51,11 @@ from strata_mlx.experts.ranges import find_layers, workload
 from strata_mlx.models.plan import ModelPlan, plan_model
 
 AT_A_TIME = 10  # experts: those of a token
-SLOTS = 40
+ROOM = 256 << 20  # bytes of memory that is read into: a few times what a processor's cache holds
+MOST_SLOTS = 2048
 LARGE = 8 << 20
 Setting = tuple[int, int, bool]  # block size, threads, and whether to read past the page cache
 BEST = 3  # kinds of raw reads that are measured again
-_NUMPY: dict[mx.Dtype, Any] = {
-    mx.float32: np.float32, mx.float16: np.float16, mx.bfloat16: np.uint16, mx.uint32: np.uint32, mx.uint8: np.uint8
-}  # fmt: skip
 
 
 def compare(plan: ModelPlan, seconds: float, rounds: int) -> Iterator[dict[str, Any]]:
@@ -70,7 +68,8 @@ def compare(plan: ModelPlan, seconds: float, rounds: int) -> Iterator[dict[str, 
     for is_cold, cast in itertools.product((True, False), (None, mx.float32)):
         settings = cold if is_cold else warm
         with ExpertStore.open(plan, cast, settings) as store:
-            slots, room = make_slots(store), SLOTS * store.expert_bytes(0)
+            slots = make_slots(store)
+            room = len(slots) * store.expert_bytes(0)
             prepare(job.files, is_cold)
             screened = {}
             for setting in raw_settings(expert_bytes(plan)):
@@ -109,12 +108,12 @@ def compare(plan: ModelPlan, seconds: float, rounds: int) -> Iterator[dict[str, 
 
 
 def make_slots(store: ExpertStore) -> list[list[NDArray[Any]]]:
-    pools = []
+    pools, count = [], min(MOST_SLOTS, ROOM // store.expert_bytes(0))
     for field, place in zip(store.fields(0), store.places(0), strict=True):
-        pool = memory_at(place, SLOTS * field.nbytes).view(_NUMPY[field.dtype])
+        pool = memory_at(place, count * field.nbytes).view(HOST_TYPES[field.dtype])
         pool[...] = 0
-        pools.append(pool.reshape(SLOTS, *field.shape))
-    return [[pool[slot] for pool in pools] for slot in range(SLOTS)]
+        pools.append(pool.reshape(count, *field.shape))
+    return [[pool[slot] for pool in pools] for slot in range(count)]
 
 
 def expert_bytes(plan: ModelPlan) -> int:
@@ -131,7 +130,7 @@ def read_experts(store: ExpertStore, slots: list[list[NDArray[Any]]], experts: i
     start = time.perf_counter()
     for first in range(0, experts - AT_A_TIME + 1, AT_A_TIME):
         for layer, order in enumerate(orders):
-            jobs = [(expert, slots[next(turn) % SLOTS]) for expert in order[first : first + AT_A_TIME]]
+            jobs = [(expert, slots[next(turn) % len(slots)]) for expert in order[first : first + AT_A_TIME]]
             started = store.start(layer, jobs)
             if pending:
                 pending.wait()
