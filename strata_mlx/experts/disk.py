@@ -104,7 +104,8 @@ def choose(rates: Sequence[Rate], workload: Workload) -> tuple[DiskSettings, str
     if workload.cached:
         if workload.request < _SMALL:
             return DiskSettings(), "the experts fit in the page cache, and handing over such small reads costs more"
-        threads = max(best(True, False)[0], best(False, False, os.cpu_count() or 1)[0])
+        cores = os.cpu_count() or 1  # copying is work for them
+        threads = max(best(True, False, cores)[0], best(False, False, cores)[0])
         return DiskSettings(threads), "the experts fit in the page cache; threads for the first time that they are read"
     threads, rate = best(False, False)
     if any(direct for _, direct, _ in table):

@@ -45,7 +45,11 @@ def test_the_page_cache_is_passed_by_only_where_it_cannot_help_and_that_is_faste
     assert not choose(table, workload(total=1 << 20))[0].direct
 
 
-def test_the_page_cache_is_read_by_as_many_threads_as_are_fast() -> None:
+def test_the_page_cache_is_read_by_as_many_threads_as_are_fast_and_have_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert choose(rates([1, 2, 4, 8], cached=[1, 2, 4, 8]), workload(total=1 << 20))[0] == DiskSettings(2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert choose(rates([1, 1, 1, 1], cached=[1, 2, 4, 8]), workload(total=1 << 20))[0] == DiskSettings(8)
     assert choose(rates([1, 1, 1, 1], cached=[1, 2, 2, 2]), workload(total=1 << 20))[0] == DiskSettings(2)
 
 
