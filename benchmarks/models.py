@@ -30,9 +30,9 @@ def embedded_with_float32_scales(folder: Path) -> Path:
     return convert(Conversion(plan, None, dtype=mx.float32), folder, progress=False)
 
 
-def packed(model: Path, folder: Path) -> Path:
-    """Write the trunk of ``model`` into the new ``folder``, one record per expert, and return it."""
-    return convert(Conversion(plan_model(Checkpoint.open(model), mtp=False), pack=True), folder, progress=False)
+def packed(model: Path, folder: Path, mtp: bool = False) -> Path:
+    """Write ``model``, its MTP head if ``mtp``, into the new ``folder``, one record per expert, and return it."""
+    return convert(Conversion(plan_model(Checkpoint.open(model), mtp=mtp), pack=True), folder, progress=False)
 
 
 def for_mlx_lm(model: str | None, folder: Path) -> str | Path:

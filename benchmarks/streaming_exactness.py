@@ -31,16 +31,15 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import heldout, report
+from benchmarks.models import packed
 from strata_mlx import SpeculativeDecoder, load
 from strata_mlx.checkpoint import Checkpoint
-from strata_mlx.checkpoint.convert import Conversion, convert
 from strata_mlx.experts.disk import DiskSettings
 from strata_mlx.experts.streaming import streaming_of
 from strata_mlx.fused.draft import FusedHead
 from strata_mlx.hub import EMBEDDED
 from strata_mlx.loading import load_tokenizer
 from strata_mlx.models.mtp import MTPHead
-from strata_mlx.models.plan import plan_model
 from strata_mlx.models.trunk import Trunk
 from strata_mlx.prefill import make_cache
 from strata_mlx.speculation import draft
@@ -86,8 +85,11 @@ def cases(slots: Sequence[int], full: bool) -> list[Case]:
 def layouts(work: Path) -> dict[str, Path]:
     """The embedded model as it is, and in the new folder ``work`` in the other layouts."""
     work.mkdir()
-    packed = convert(Conversion(plan_model(Checkpoint.open(EMBEDDED)), pack=True), work / "packed", progress=False)
-    return {"stacked": EMBEDDED, "separate": separate(work / "separate"), "packed": packed}
+    return {
+        "stacked": EMBEDDED,
+        "separate": separate(work / "separate"),
+        "packed": packed(EMBEDDED, work / "packed", mtp=True),
+    }
 
 
 def separate(folder: Path) -> Path:

@@ -136,7 +136,7 @@ class StagedSlots:
     ):
         self.pads, self.splits = not on_cpu(), on_cpu()
         # Other builders than MLX's run a kernel at once, before anything could be told.
-        self.patient = self._tells = build is None
+        self.patient = build is None
         self._fields, self._build = fields, build
         self._sizes, self._starts, self._words = _layout(fields)
         self._spec, aliases = _spec(len(fields))
@@ -163,7 +163,7 @@ class StagedSlots:
         return min(EXPERTS, self._staging.room // self._words)
 
     def promise(self, x: mx.array, shape: tuple[int, ...], compute: Compute = apply) -> Promise | None:
-        if not self._tells or prod(shape) > PAIRS:
+        if not self.patient or prod(shape) > PAIRS:
             return None
         self.deal()  # the promise has room for what its own window needs
         self._readers.settle()

@@ -10,11 +10,8 @@ from numpy.typing import NDArray
 
 from strata_mlx.checkpoint import Checkpoint
 from strata_mlx.experts import ExpertStore
+from strata_mlx.experts.casts import HOST_TYPES
 from strata_mlx.models.plan import ModelPlan, plan_model
-
-_NUMPY = {
-    mx.float32: np.float32, mx.float16: np.float16, mx.bfloat16: np.uint16, mx.uint32: np.uint32, mx.uint8: np.uint8
-}  # fmt: skip
 
 
 def plan(folder: Path) -> ModelPlan:
@@ -23,7 +20,7 @@ def plan(folder: Path) -> ModelPlan:
 
 def make_room(store: ExpertStore, layer: int) -> list[NDArray[Any]]:
     """Arrays for one expert, full of nonsense."""
-    return [np.full(field.shape, 77, _NUMPY[field.dtype]) for field in store.fields(layer)]
+    return [np.full(field.shape, 77, HOST_TYPES[field.dtype]) for field in store.fields(layer)]
 
 
 def bits(array: mx.array) -> NDArray[Any]:

@@ -26,7 +26,7 @@ class ToldLater(StagedSlots):
 
     def __init__(self, experts: nn.Module, fields: Sequence[Field], count: int, staging: Staging | None = None):
         super().__init__(experts, fields, count, staging, ON_HOST)
-        self.patient = self._tells = True
+        self.patient = True
 
     def _launch(self, ticket: int, experts: int, shape: tuple[int, ...]) -> mx.array:
         if len(shape) == 1:  # no promise
