@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -42,3 +43,10 @@ def results(processes: Sequence[subprocess.Popen[str]]) -> list[Any]:
     ended = [process.communicate(timeout=PATIENCE) for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), [errors for _, errors in ended]
     return [json.loads(out) for out, _ in ended]
+
+
+def told(errors: str) -> list[str]:
+    """The messages of this package in ``errors``: MLX's ring writes to the same stream at any time, "[ring] " apart
+    from what follows it.
+    """
+    return re.findall(r"error: .*", errors)
