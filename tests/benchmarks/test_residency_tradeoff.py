@@ -45,12 +45,9 @@ def model(folder: Path) -> nn.Module:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_documents_in_lockstep_are_streamed_ones(folder: Path, model: nn.Module, policy: RoutingPolicy) -> None:
-    """Nothing is read ahead: the benchmark counts what is missed without."""
     found, _ = measure(model, TOKENS, Setting(policy, "lrfu", SLOTS))
     for document, tokens in enumerate(TOKENS):
         streamed = load(folder, slots=SLOTS, eviction="lrfu", mtp=True)[0]
-        for layer in streamed.streaming.layers.values():
-            layer.guess_of_next = None
         set_routing(streamed, make_routing(streamed, policy, None))
         trunk, cache, nats = Trunk(streamed), make_cache(streamed), []
         head = MTPDrafter(streamed) if policy.sure_margin is not None else None
