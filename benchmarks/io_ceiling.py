@@ -3,14 +3,14 @@
     python benchmarks/io_ceiling.py [--model FOLDER] [--json] [--keep NAME]
 
 Ours: ExpertStore.start() and wait(), ten random experts at a time, the next ten started before the last are waited for,
-into NumPy slots placed as ExpertStore.places() says (a model's own begin at pages, which packed experts do as well);
-without a cast, as on GPUs and for float32 checkpoints, and with the cast of bfloat16 scales to float32 that the CPU
-needs. Raw: positional reads of random aligned blocks, as large as an expert or 8 MiB, by 1 to 8 threads, through the
-page cache or past it, into as much memory, which is more than a processor caches. The three fastest kinds, and the
-fastest with blocks of an expert, are then measured again, taking turns with ours, and the best median counts; the ratio
-to the best with blocks of an expert is given too. Bytes are those on disk. Cold means that all pages of the files were
-dropped from the page cache before each measurement (sync, POSIX_FADV_DONTNEED) and that nothing is read twice in it;
-warm means that the files have just been read.
+into slots as a model has them in memory that host and device share; without a cast, as on Metal and for float32
+checkpoints, and with the cast of bfloat16 scales to float32 that the CPU needs. Raw: positional reads of random aligned
+blocks, as large as an expert or 8 MiB, by 1 to 8 threads, through the page cache or past it, into as much memory, which
+is more than a processor caches. The three fastest kinds are then measured again, taking turns with ours, and the best
+median counts. So are bare positional reads of the very ranges that random experts lie in, through the page cache, with
+as many threads as ours: nearer to the raw reads than these comes nobody who needs experts. Bytes are those on disk.
+Cold means that all pages of the files were dropped from the page cache before each measurement (sync,
+POSIX_FADV_DONTNEED) and that nothing is read twice in it; warm means that the files have just been read.
 
 Without --model, a synthetic checkpoint is written to a temporary folder; it is measured as it is and packed.
 """
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from mmap import mmap
@@ -43,11 +43,12 @@ from benchmarks.make_synthetic import SHAPES, make_synthetic
 from strata_mlx.checkpoint import Checkpoint
 from strata_mlx.checkpoint.convert import Conversion, convert
 from strata_mlx.experts import ExpertStore, Reads
-from strata_mlx.experts.casts import HOST_TYPES
 from strata_mlx.experts.disk import choose, device_of
-from strata_mlx.experts.files import memory_at
+from strata_mlx.experts.files import PAGE, memory_at
 from strata_mlx.experts.probe import measure
-from strata_mlx.experts.ranges import find_layers, workload
+from strata_mlx.experts.ranges import Layer, find_layers, workload
+from strata_mlx.experts.slots import Targets, UnifiedSlots
+from strata_mlx.models.moe import blocks
 from strata_mlx.models.plan import ModelPlan, plan_model
 
 AT_A_TIME = 10  # experts: those of a token
@@ -55,12 +56,14 @@ ROOM = 256 << 20  # bytes of memory that is read into: a few times what a proces
 MOST_SLOTS = 2048
 LARGE = 8 << 20
 Setting = tuple[int, int, bool]  # block size, threads, and whether to read past the page cache
+Range = tuple[int, int, NDArray[Any]]  # file, offset, and memory for what lies there
 BEST = 3  # kinds of raw reads that are measured again
 
 
 def compare(plan: ModelPlan, seconds: float, rounds: int) -> Iterator[dict[str, Any]]:
     """A row for each of cold and warm, with and without cast."""
-    job = workload(*find_layers(plan, None))
+    layers, files = find_layers(plan, None)
+    job = workload(layers, files)
     os.sync()
     rates = measure(job.files, 5.0)
     # Experts that do not fit in the page cache are read cold, those that fit are read warm.
@@ -68,31 +71,29 @@ def compare(plan: ModelPlan, seconds: float, rounds: int) -> Iterator[dict[str, 
     for is_cold, cast in itertools.product((True, False), (None, mx.float32)):
         settings = cold if is_cold else warm
         with ExpertStore.open(plan, cast, settings) as store:
-            slots = make_slots(store)
+            slots = make_slots(store, plan)
             room = len(slots) * store.expert_bytes(0)
+            ranges = ranges_of(layers, room)
+
+            def timed(read: Callable[..., float], *given: Any, seed: int = 0, cold: bool = is_cold) -> float:
+                if cold:
+                    prepare(job.files, cold)
+                return read(*given, seconds, seed)
+
             prepare(job.files, is_cold)
-            screened = {}
-            for setting in raw_settings(expert_bytes(plan)):
-                if is_cold or not setting[2]:
-                    if is_cold:
-                        prepare(job.files, is_cold)
-                    screened[setting] = read_raw(job.files, room, setting, seconds, 0)
-            fastest = sorted(screened, key=lambda setting: -screened[setting])
-            expert = raw_settings(expert_bytes(plan))[0][0]
-            chosen = [*fastest[:BEST], next(setting for setting in fastest if setting[0] == expert)]
-            raw: dict[Setting, list[float]] = {setting: [] for setting in chosen}
-            ours = []
-            for number in range(rounds):
-                if is_cold:
-                    prepare(job.files, is_cold)
-                ours.append(read_experts(store, slots, plan.args.num_experts, seconds, number))
-                for setting in raw:
-                    if is_cold:
-                        prepare(job.files, is_cold)
-                    raw[setting].append(read_raw(job.files, room, setting, seconds, number))
+            kinds = [setting for setting in raw_settings(expert_bytes(plan)) if is_cold or not setting[2]]
+            screened = {setting: timed(read_raw, job.files, room, setting) for setting in kinds}
+            raw: dict[Setting, list[float]] = {
+                setting: [] for setting in sorted(screened, key=lambda setting: -screened[setting])[:BEST]
+            }
+            ours, bare = [], []
+            for seed in range(rounds):
+                ours.append(timed(read_experts, store, slots, plan.args.num_experts, seed=seed))
+                bare.append(timed(read_ranges, job.files, ranges, settings.threads, seed=seed))
+                for setting, rates_of in raw.items():
+                    rates_of.append(timed(read_raw, job.files, room, setting, seed=seed))
         medians = {setting: median(values) for setting, values in raw.items()}
         best = max(medians, key=medians.__getitem__)
-        alike = max(value for setting, value in medians.items() if setting[0] == expert)
         yield {
             "cache": "cold" if is_cold else "warm",
             "cast": "float32" if cast else "none",
@@ -101,19 +102,17 @@ def compare(plan: ModelPlan, seconds: float, rounds: int) -> Iterator[dict[str, 
             "raw": medians[best],
             "raw_best": dict(zip(("block", "threads", "direct"), best, strict=True)),
             "ratio": median(ours) / medians[best],
-            "ratio_to_expert_blocks": median(ours) / alike,
+            "ranges": median(bare),
+            "ratio_of_ranges": median(bare) / medians[best],
+            "ratio_to_ranges": median(ours) / median(bare),
             "ours_all": ours,
             "raw_all": raw[best],
         }
 
 
-def make_slots(store: ExpertStore) -> list[list[NDArray[Any]]]:
-    pools, count = [], min(MOST_SLOTS, ROOM // store.expert_bytes(0))
-    for field, place in zip(store.fields(0), store.places(0), strict=True):
-        pool = memory_at(place, count * field.nbytes).view(HOST_TYPES[field.dtype])
-        pool[...] = 0
-        pools.append(pool.reshape(count, *field.shape))
-    return [[pool[slot] for pool in pools] for slot in range(count)]
+def make_slots(store: ExpertStore, plan: ModelPlan) -> list[Targets]:
+    count = min(MOST_SLOTS, ROOM // store.expert_bytes(0))
+    return UnifiedSlots(blocks(plan.model)[0].switch_mlp, store.fields(0), count).write(range(count))
 
 
 def expert_bytes(plan: ModelPlan) -> int:
@@ -122,7 +121,7 @@ def expert_bytes(plan: ModelPlan) -> int:
     return sum(run.nbytes for run in layers[0].runs[0])
 
 
-def read_experts(store: ExpertStore, slots: list[list[NDArray[Any]]], experts: int, seconds: float, seed: int) -> float:
+def read_experts(store: ExpertStore, slots: Sequence[Targets], experts: int, seconds: float, seed: int) -> float:
     """Bytes per second, of experts in random order."""
     rng, turn, nbytes = random.Random(seed), itertools.count(), 0
     orders = [rng.sample(range(experts), experts) for _ in store.layers]
@@ -144,6 +143,58 @@ def read_experts(store: ExpertStore, slots: list[list[NDArray[Any]]], experts: i
     return (nbytes + pending.nbytes) / (time.perf_counter() - start)
 
 
+def ranges_of(layers: Sequence[Layer], room: int) -> list[list[Range]]:
+    """By expert of each layer, where its parts lie, and memory for them, of ``room`` bytes in all."""
+    runs = layers[0].runs[0]
+    count = min(MOST_SLOTS, room // sum(run.nbytes for run in runs))
+    memory = []
+    for run in runs:
+        pool = memory_at(run.offset % PAGE, count * run.nbytes)
+        pool[...] = 0  # pages are there before they are read into, as those of slots
+        memory.append(pool.reshape(count, -1))
+    turns = itertools.cycle(zip(*memory, strict=True))
+    return [
+        [(run.file, run.offset + expert * run.stride, into) for run, into in zip(of_expert, next(turns), strict=True)]
+        for layer in layers
+        for expert, of_expert in enumerate(layer.runs)
+    ]
+
+
+def read_ranges(
+    files: tuple[Path, ...], experts: Sequence[Sequence[Range]], threads: int, seconds: float, seed: int
+) -> float:
+    """Bytes per second, of the ranges of experts in random order."""
+    with ExitStack() as stack:
+        descriptors = [os.open(file, os.O_RDONLY) for file in files]
+        for descriptor in descriptors:
+            stack.callback(os.close, descriptor)
+        order = random.Random(seed).sample(experts, len(experts))
+
+        def read(expert: Sequence[Range]) -> int:
+            return sum([os.preadv(descriptors[file], [into.data], offset) for file, offset, into in expert])
+
+        return in_threads(read, order, threads, seconds)
+
+
+def in_threads(read: Callable[[Any], int], jobs: Sequence[Any], threads: int, seconds: float) -> float:
+    """Bytes per second of ``read``, which returns bytes, on jobs that so many threads share, until the time is up."""
+    counts = [0] * threads
+    start = time.perf_counter()
+
+    def run(number: int) -> None:
+        for turn in range(number, len(jobs), threads):
+            counts[number] += read(jobs[turn])
+            if time.perf_counter() > start + seconds:
+                return
+
+    workers = [threading.Thread(target=run, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum(counts) / (time.perf_counter() - start)
+
+
 def raw_settings(expert: int) -> list[Setting]:
     blocks = (max(4096, expert & -4096), LARGE)
     return list(itertools.product(blocks, (1, 2, 4, 8), (False, True) if hasattr(os, "O_DIRECT") else (False,)))
@@ -153,31 +204,17 @@ def read_raw(files: tuple[Path, ...], room: int, setting: Setting, seconds: floa
     """Bytes per second, of blocks in random order, into ``room`` bytes of memory."""
     block, threads, direct = setting
     with ExitStack() as stack:
-        places = []
+        rooms = [mmap(-1, block) for _ in range(max(threads, room // block))]
+        for memory in rooms:
+            memory[:] = bytes(block)
+        turns, places = itertools.cycle(rooms), []
         for file in files:
             descriptor = os.open(file, os.O_RDONLY | (os.O_DIRECT if direct else 0))
             stack.callback(os.close, descriptor)
             places += [(descriptor, offset) for offset in range(0, file.stat().st_size - block + 1, block)]
         random.Random(seed).shuffle(places)
-        rooms = [mmap(-1, block) for _ in range(max(threads, room // block))]
-        for memory in rooms:
-            memory[:] = bytes(block)  # pages are there before they are read into, as those of slots
-        counts, turns = [0] * threads, [iter(range(n, len(places), threads)) for n in range(threads)]
-        start = time.perf_counter()
-
-        def run(number: int) -> None:
-            for turn in turns[number]:
-                descriptor, offset = places[turn]
-                counts[number] += os.preadv(descriptor, [rooms[turn % len(rooms)]], offset)
-                if time.perf_counter() > start + seconds:
-                    return
-
-        workers = [threading.Thread(target=run, args=(number,)) for number in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        return sum(counts) / (time.perf_counter() - start)
+        jobs = [(descriptor, [next(turns)], offset) for descriptor, offset in places]
+        return in_threads(lambda job: os.preadv(*job), jobs, threads, seconds)
 
 
 def prepare(files: tuple[Path, ...], cold: bool) -> None:
@@ -220,7 +257,10 @@ def main() -> None:
         print(report.table(map(_shown, rows), _COLUMNS))
 
 
-_COLUMNS = ("layout", "cache", "cast", "threads", "direct", "ours GB/s", "raw GB/s", "ratio", "ratio_to_expert_blocks")
+_COLUMNS = (
+    *("layout", "cache", "cast", "threads", "direct", "ours GB/s", "raw GB/s", "ratio"),
+    *("ratio_of_ranges", "ratio_to_ranges"),
+)
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:

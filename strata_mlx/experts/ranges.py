@@ -27,13 +27,18 @@ class Field:
     """One parameter of the experts of one layer.
 
     name: under ``switch_mlp``, such as ``gate_proj.weight``. shape: of one expert. dtype: in memory, after the cast
-    that loading would do. nbytes: of one expert, in memory.
+    that loading would do. nbytes: of one expert, in memory. place: the address modulo PAGE at which memory for
+    consecutive experts is filled from the page cache the fastest.
+
+    The kernel copies fastest where source and target are equal modulo 64, and at a third of that where the target is a
+    little ahead modulo PAGE. Large arrays of NumPy and MLX begin 16 or 24 bytes after a page, and often are.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: mx.Dtype
     nbytes: int
+    place: int = 0
 
 
 class Piece(NamedTuple):
@@ -98,7 +103,7 @@ def workload(layers: Sequence[Layer], files: Iterable[Path]) -> Workload:
 
 def _layer(plan: ModelPlan, path: str, cast: mx.Dtype | None, files: dict[Path, int]) -> Layer:
     prefix = f"{path}.switch_mlp."
-    fields, stored, pieces = [], [], []
+    fields, stored, places, pieces = [], [], [], []
     numbers = {file: number for number, file in enumerate(files)}
     for name, recipe in plan.recipes.items():
         if not name.startswith(prefix):
@@ -107,20 +112,21 @@ def _layer(plan: ModelPlan, path: str, cast: mx.Dtype | None, files: dict[Path, 
         shape = recipe.shape([entry.shape for entry in entries])[1:]
         dtype = STORED[entries[0].dtype][1]
         wanted = cast if cast is not None and entries[0].dtype in FLOATING else dtype
-        fields.append(Field(name.removeprefix(prefix), shape, wanted, math.prod(shape) * wanted.size))
-        stored.append(dtype)
         for entry in entries:
             numbers.setdefault(entry.file, len(numbers))
             files[entry.file] = max(files.get(entry.file, 0), entry.stop)
         pieces.append([_piece(entry, numbers[entry.file], recipe.half, len(entries) == 1) for entry in entries])
+        places.append(_place(pieces[-1], dtype.size))
+        stored.append(dtype)
+        place = places[-1] if wanted == dtype else 0
+        fields.append(Field(name.removeprefix(prefix), shape, wanted, math.prod(shape) * wanted.size, place))
     experts = plan.args.num_experts
     if all(len(of_field) == 1 for of_field in pieces):
         runs = (_coalesce([of_field[0] for of_field in pieces]),) * experts
     else:
         runs = tuple(_coalesce([_of_expert(of_field, expert) for of_field in pieces]) for expert in range(experts))
     used = {run.file for of_expert in runs for run in of_expert}
-    places = tuple(_place(of_field, dtype.size) for of_field, dtype in zip(pieces, stored, strict=True))
-    return Layer(path, tuple(fields), tuple(stored), places, runs, tuple(sorted(used)))
+    return Layer(path, tuple(fields), tuple(stored), tuple(places), runs, tuple(sorted(used)))
 
 
 def _place(pieces: list[Piece], itemsize: int) -> int:

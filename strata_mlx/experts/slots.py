@@ -19,12 +19,11 @@ from mlx.utils import tree_unflatten
 from numpy.typing import NDArray
 
 from ..device import evaluate, on_cpu
+from .files import PAGE
 from .work import Compute, apply
 
 if TYPE_CHECKING:
     from .ranges import Field
-
-_PAGE = 4096
 
 Targets = Sequence[NDArray[Any]]  # where the fields of one expert are to be written
 
@@ -149,7 +148,7 @@ class UnifiedSlots:
     def __init__(self, experts: nn.Module, fields: Sequence[Field], count: int):
         self.pads, self.patient, self.splits = not on_cpu(), on_cpu(), on_cpu()
         self._fields = fields
-        self._arrays = [_page_aligned(field, count) for field in fields]
+        self._arrays = [_room(field, count) for field in fields]
         self._views = [_view(array) for array in self._arrays]
         self.experts = with_parameters(experts, fields, self._arrays)
         self._targets: list[Targets | None] = [None] * count  # by slot, made when first written
@@ -192,7 +191,7 @@ class UnifiedSlots:
         self._readers.settle()
         self._targets = [None] * count
         for i, field in enumerate(self._fields):
-            array = _page_aligned(field, count)
+            array = _room(field, count)
             view = _view(array)
             for old, new in moves:
                 view[new] = self._views[i][old]
@@ -200,12 +199,12 @@ class UnifiedSlots:
             self._arrays[i], self._views[i] = array, view
 
 
-def _page_aligned(field: Field, count: int) -> mx.array:
-    """``[count, *field.shape]``, which begins at a page as reads past the page cache need it."""
-    nbytes = count * field.nbytes
-    buffer = mx.zeros((nbytes + _PAGE,), mx.uint8)
+def _room(field: Field, count: int) -> mx.array:
+    """``[count, *field.shape]``, which begins at the field's place: at a page on Metal, where that was not tried."""
+    nbytes, place = count * field.nbytes, field.place if on_cpu() else 0
+    buffer = mx.zeros((nbytes + PAGE,), mx.uint8)
     evaluate(buffer, f"making room for {count} experts")
-    start = -np.array(buffer, copy=False).__array_interface__["data"][0] % _PAGE
+    start = (place - np.array(buffer, copy=False).__array_interface__["data"][0]) % PAGE
     array = buffer[start : start + nbytes].view(field.dtype).reshape(count, *field.shape)
     evaluate(array, f"making room for {count} experts")
     return array

@@ -67,16 +67,6 @@ class ExpertStore:
         """Of one expert, in memory."""
         return sum(field.nbytes for field in self._layers[layer].fields)
 
-    def places(self, layer: int) -> tuple[int, ...]:
-        """By field, the address modulo 4096 (files.PAGE) at which memory is filled from the page cache the fastest.
-
-        The kernel copies fastest where source and target are equal modulo 64, and at a third of that where the target
-        is a little ahead modulo 4096. Large arrays of NumPy and MLX begin 16 or 24 bytes after a page, and often are.
-        """
-        fields, described = self.fields(layer), self._layers[layer]
-        pairs = zip(fields, described.stored, described.places, strict=True)
-        return tuple(place if field.dtype == stored else 0 for field, stored, place in pairs)
-
     def read(self, layer: int, expert: int, into: Sequence[NDArray[Any]]) -> int:
         """Read one expert into one writable, C-contiguous array per field, of its shape; return the bytes read.
 

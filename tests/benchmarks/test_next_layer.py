@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -42,7 +42,7 @@ def test_guesses_that_are_wrong_are_read_for_nothing() -> None:
 def test_a_layer_is_guessed_by_what_the_one_before_saw(tmp_path: Path) -> None:
     model = load(make_checkpoint(tmp_path / "model", layout="stacked"))[0]
     gates = [block.gate for block in blocks(model)]
-    chosen: list[list[list[int]]] = []
+    chosen: list[Any] = []
     for block in blocks(model):
         block.routing = Routing(observer=lambda _, ids: chosen.append(ids[0].tolist()))
     found = rankings(model, [1, 2, 3, 4])

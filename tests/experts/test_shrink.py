@@ -108,7 +108,7 @@ def test_a_shrink_that_is_cut_short_costs_reads_and_no_token(
     folder: Path, resident: list[np.ndarray], failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = load(folder, slots=12)
-    allocate, calls = pools._page_aligned, iter(range(100))
+    allocate, calls = pools._room, iter(range(100))
 
     def interrupted(*args: object) -> mx.array:
         if next(calls) == failing:
@@ -116,10 +116,10 @@ def test_a_shrink_that_is_cut_short_costs_reads_and_no_token(
         return allocate(*args)  # type: ignore[arg-type]
 
     logprobs(model, lambda _: None, 3)
-    monkeypatch.setattr(pools, "_page_aligned", interrupted)
+    monkeypatch.setattr(pools, "_room", interrupted)
     with pytest.raises(KeyboardInterrupt):
         model.streaming.shrink(6)
-    monkeypatch.setattr(pools, "_page_aligned", allocate)
+    monkeypatch.setattr(pools, "_room", allocate)
     assert all(np.array_equal(a, b) for a, b in zip(logprobs(model, lambda _: None), resident, strict=True))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU
 
+from strata_mlx.experts.files import PAGE
 from strata_mlx.experts.ranges import Field
 from strata_mlx.experts.slots import Readers, SlotPool, UnifiedSlots
 from strata_mlx.experts.staged import Staging, make_slots
@@ -158,13 +160,16 @@ def test_only_readers_of_the_slots_are_waited_for() -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_unified_slots_are_written_in_place_and_begin_at_pages(precision: str) -> None:
+@pytest.mark.parametrize("place", [0, 56, 4088])
+def test_unified_slots_are_written_in_place_and_begin_at_their_places(precision: str, place: int) -> None:
     whole = resident(precision)
-    pool = UnifiedSlots(resident(precision), fields_of(whole), SLOTS)
+    fields = [replace(field, place=(place + 4 * i) % PAGE) for i, field in enumerate(fields_of(whole))]
+    pool = UnifiedSlots(resident(precision), fields, SLOTS)
     first = [target.__array_interface__["data"][0] for target in pool.write([0])[0]]
-    assert all(address % 4096 == 0 for address in first)
+    assert [address % PAGE for address in first] == [field.place for field in fields]
     put(pool, whole, [(0, 0)])
-    mx.eval(pool(window(1), slots(0)[None, None]))
+    x = window(1)
+    assert mx.array_equal(pool(x, slots(0)[None, None]), whole(x, mx.array(slots(0)[None, None]))).item()
     assert [target.__array_interface__["data"][0] for target in pool.write([0])[0]] == first
 
 
