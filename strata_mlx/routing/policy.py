@@ -232,9 +232,13 @@ def named_policy(text: str) -> RoutingPolicy:
     if text in KINDS:
         raise InputError(f'--route-policy {text}: does nothing alone; give JSON, as {{"kind": "{text}", ...}}')
     try:
-        return RoutingPolicy.from_json(Path(text).read_text(encoding="utf-8"))
+        content = Path(text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--route-policy {text}: not a policy file, JSON or a kind ({error})") from None
+    try:
+        return RoutingPolicy.from_json(content)
+    except InputError as error:
+        raise InputError(f"--route-policy {text}: {error}") from None
 
 
 def _factors(m: np.float32, r: np.float32, protect: int, top_k: int) -> NDArray[np.float32]:

@@ -63,6 +63,17 @@ def test_the_environment_sets_the_policy_and_flags_go_over_it(
     assert (policy["moce_bonus"], policy["protect"]) == (0.5, 2)
 
 
+@pytest.mark.parametrize("mtp", ["on", "off"])
+def test_a_margin_that_waits_for_drafts_says_so_where_there_are_none(
+    run: Run, tiny: Path, residency: Path, mtp: str
+) -> None:
+    policy = '{"kind": "margin", "margin": 0.02, "sure_margin": 0.1}'
+    options = ["--model", str(tiny), "--residency", str(residency), "--route-policy", policy, "--mtp", mtp]
+    found = run("generate", *options, "-p", "ab", "-m", "2").out
+    assert "Routing: biased, margin (" in found
+    assert ("sure_margin does nothing" in found) == (mtp == "off")
+
+
 def test_a_policy_comes_from_a_file(run: Run, tiny: Path, residency: Path, tmp_path: Path) -> None:
     file = tmp_path / "policy.json"
     file.write_text('{"kind": "cache_prior", "prior_lambda": 2.0, "protect": 0}')

@@ -12,6 +12,7 @@ from hypothesis import given
 
 from strata_mlx.errors import InputError
 from strata_mlx.routing import RoutingPolicy
+from tests.errors import refuses
 from tests.strategies import additive_policies, policies
 
 B, R = np.float32(math.exp(0.85)), np.float32(math.exp(0.4))
@@ -199,3 +200,11 @@ def test_flags_go_over_the_policy_and_that_over_the_environment(tmp_path: Path) 
 def test_a_command_line_that_makes_no_policy_is_refused(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         parse(*words)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ('{"mass": 1}', "mass belongs"), ("[]", "object")])
+def test_a_file_that_holds_no_policy_is_named(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "policy.json"
+    file.write_text(text)
+    with refuses(InputError, "--route-policy", file, message):
+        parse("--route-policy", str(file))
