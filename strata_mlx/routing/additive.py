@@ -12,6 +12,7 @@ rows whose next token a draft head is sure of.
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
@@ -84,6 +85,13 @@ def select_additive(
         ids ``[T, K]`` uint32 and weights ``[T, K]`` float32. The order is that of selection for cache_prior
         and margin. The other two choose a set; its ids are in the router's own order.
     """
+    if policy.kind == "margin":
+        options: dict[str, Any] = {"norm_topk": norm_topk, "router": router, "selection_bias": selection_bias}
+        options |= {"n_group": n_group, "topk_group": topk_group, "scale": scale}
+        sure = confidence if policy.sure_margin is not None else None
+        return select_margin(logits, resident, margins(policy), sure, protect=policy.protect, top_k=top_k, **options)[
+            :2
+        ]
     probabilities, dead = router_probabilities(logits, router)
     offset = None
     if router == "sigmoid":
@@ -101,24 +109,50 @@ def select_additive(
         raised = mx.where(present & (probabilities > 0), raised, own)
         first = top_ids(sort_keys(probabilities, offset), policy.protect) if policy.protect else None
         ids = _then_best(first, sort_keys(raised, offset), top_k)
-    elif policy.kind == "margin":
-        first = top_ids(sort_keys(probabilities, offset), top_k)
-        margin = _margin(policy, confidence)
-        own_mass = mx.take_along_axis(probabilities, first, axis=-1).sum(axis=-1, keepdims=True)
-        raised = mx.where(present & (probabilities > 0), probabilities + margin * own_mass, probabilities)
-        ids = _then_best(first[:, : policy.protect] if policy.protect else None, sort_keys(raised, offset), top_k)
     else:
         ids = _residents_first(probabilities, offset, present, policy, top_k)
     weights = mx.take_along_axis(probabilities, ids, axis=-1)
     return ids, mixing_weights(weights, probabilities, norm_topk=norm_topk, router=router, scale=scale)
 
 
-def _margin(policy: RoutingPolicy, confidence: mx.array | None) -> mx.array | float:
-    """Of each row ``[T, 1]``, or of all."""
-    if policy.sure_margin is None or confidence is None:
-        return policy.margin
-    c = mx.where(confidence > 0, mx.minimum(confidence, 1.0), 0.0)[:, None]  # no NaN is above anything
-    return (1 - c * c) * policy.margin + c * c * policy.sure_margin
+def margins(policy: RoutingPolicy) -> mx.array:
+    """``margin`` and ``sure_margin``, float32 ``[2]``, as select_margin() takes them."""
+    return mx.array([policy.margin, policy.sure_margin or 0.0])
+
+
+def select_margin(
+    logits: mx.array,
+    resident: mx.array,
+    margins: mx.array,
+    confidence: mx.array | None = None,
+    *,
+    protect: int,
+    top_k: int,
+    norm_topk: bool,
+    router: str,
+    selection_bias: mx.array | None,
+    n_group: int,
+    topk_group: int,
+    scale: float,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """``select`` for a policy of kind "margin": ids and weights as there, and the router's own ids ``[T, K]`` uint32.
+
+    margins: as from margins(). confidence: float32 ``[T]``, None for 0 in every row.
+    """
+    probabilities, dead = router_probabilities(logits, router)
+    offset = None
+    if router == "sigmoid":
+        offset = selection_offset(probabilities, dead, selection_bias, n_group, topk_group)
+    own = top_ids(sort_keys(probabilities, offset), top_k)
+    margin = margins[0]
+    if confidence is not None:
+        c = mx.where(confidence > 0, mx.minimum(confidence, 1.0), 0.0)[:, None]  # no NaN is above anything
+        margin = (1 - c * c) * margins[0] + c * c * margins[1]
+    own_mass = mx.take_along_axis(probabilities, own, axis=-1).sum(axis=-1, keepdims=True)
+    raised = mx.where(resident & ~dead & (probabilities > 0), probabilities + margin * own_mass, probabilities)
+    ids = _then_best(own[:, :protect] if protect else None, sort_keys(raised, offset), top_k)
+    weights = mx.take_along_axis(probabilities, ids, axis=-1)
+    return ids, mixing_weights(weights, probabilities, norm_topk=norm_topk, router=router, scale=scale), own
 
 
 def _then_best(first: mx.array | None, keys: mx.array, top_k: int) -> mx.array:

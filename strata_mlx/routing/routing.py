@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from strata_mlx.routing.additive import LogitRange
+from strata_mlx.routing.additive import LogitRange, margins, select_margin
 from strata_mlx.routing.executors import default_executor
 from strata_mlx.routing.ops import Executor, Selection, plain_router
 from strata_mlx.routing.policy import FACTOR, RoutingPolicy
@@ -145,10 +145,16 @@ class Routing:
         shape, rows = logits.shape, logits.reshape(-1, logits.shape[-1])
         resident = self._resident(layer, router.top_k, rows.shape[0])
         assert self.residency is not None, "the mode is biased"
-        self.residency.wants(layer, None if resident is None else lambda: plain(logits, router, bias)[0])
         if resident is None:
+            self.residency.wants(layer, None)
             self._record(layer, rows, None, router, bias)
             return plain(logits, router, bias)
+        if self.policy.kind == "margin":
+            ids, weights, own = self._by_margin(rows, resident, router, bias)
+            self.residency.wants(layer, lambda: own.reshape(*shape[:-1], -1))
+            self._record(layer, rows, ids, router, bias)
+            return ids.reshape(*shape[:-1], -1), weights.reshape(*shape[:-1], -1)
+        self.residency.wants(layer, lambda: plain(logits, router, bias)[0])
         assert self.executor is not None, "the mode is biased"
         known = self._ranges.get(layer) if self.policy.kind == "cache_prior" else None
         ids, weights = select(
@@ -158,7 +164,6 @@ class Routing:
             draft_rows=_draft_rows(rows.shape[0], shape[-2] if _verifying.get() else 0),
             selection_bias=bias,
             logit_range=known,
-            confidence=self._confidence(rows.shape[0]),
             executor=self.executor,
             layer=layer,
             **router.options(),
@@ -169,6 +174,17 @@ class Routing:
             self._ranges[layer] = (known or LogitRange()).after(rows, learned)
         self._record(layer, rows, ids, router, bias)
         return ids.reshape(*shape[:-1], -1), weights.reshape(*shape[:-1], -1)
+
+    def _by_margin(
+        self, rows: mx.array, resident: mx.array, router: Router, bias: mx.array | None
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        given = {"bias": bias, "confidence": self._confidence(rows.shape[0])}
+        arrays = {name: array for name, array in given.items() if array is not None}
+        return _margin_selection(router, self.policy.protect)(rows, resident, self._margins, arrays)
+
+    @cached_property
+    def _margins(self) -> mx.array:
+        return margins(self.policy)
 
     def _record(self, layer: int, rows: mx.array, ids: mx.array | None, router: Router, bias: mx.array | None) -> None:
         """Rows of a draft head are at no price."""
@@ -207,6 +223,23 @@ class Routing:
 
     def _has_no_factor(self, top_k: int) -> bool:
         return self.policy.kind == "moce" and bool((self.policy.tables(top_k)[:, FACTOR] == 1).all())
+
+
+@cache
+def _margin_selection(router: Router, protect: int) -> Callable[..., tuple[mx.array, mx.array, mx.array]]:
+    """select_margin() in fewer launches. Whatever windows or policies may have another of is an argument: a constant
+    would be compiled in.
+    """
+
+    def choose(
+        logits: mx.array, resident: mx.array, margins: mx.array, given: dict[str, mx.array]
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        bias, sure = given.get("bias"), given.get("confidence")
+        options = {"protect": protect, "selection_bias": bias, **router.options()}
+        return select_margin(logits, resident, margins, sure, **options)
+
+    compiled: Callable[..., tuple[mx.array, mx.array, mx.array]] = mx.compile(choose)
+    return compiled
 
 
 @cache

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from strata_mlx import Routing, RoutingPolicy, load, set_routing
 from strata_mlx.models.moe import blocks, make_routing
-from strata_mlx.routing import LiveResidency, Residency, Router, drafting, select_ops, verify_window
+from strata_mlx.routing import LiveResidency, Residency, Router, drafting, select, select_ops, verify_window
+from strata_mlx.routing.executors import TOLERANCE
 from strata_mlx.speculation.decoder import SpeculativeDecoder
 from tests.tiny import make_checkpoint
 
@@ -111,14 +112,44 @@ def test_rows_that_a_head_is_sure_of_have_a_margin_of_their_own() -> None:
     assert selected(routing, scores) == plain
 
 
-def test_a_table_hears_what_the_router_wants_where_it_may_get_something_else() -> None:
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("sure", [None, [1.0, 0.5]])
+@pytest.mark.parametrize(
+    ("router", "bias"),
+    [
+        (Router(TOP_K), False),
+        (Router(3, norm_topk=False, scale=2.5), False),
+        (Router(TOP_K, True, "sigmoid"), True),
+        (Router(TOP_K, True, "sigmoid", n_group=2, topk_group=1, scale=1.5), True),
+    ],
+    ids=str,
+)
+def test_a_margin_routes_as_select_does(router: Router, bias: bool, sure: list[float] | None, rows: int) -> None:
     table = Table()
-    routing = live(table)
+    table.hold(0, 1, 2, 6)
+    added = mx.array(np.linspace(-0.3, 0.3, EXPERTS).astype(np.float32)) if bias else None
+    for seed, margin in enumerate((0.05, 0.2)):
+        scores = logits(rows, seed)
+        policy = RoutingPolicy(kind="margin", margin=margin, sure_margin=0.6)
+        with verify_window([mx.array(each) for each in (sure or [])[:rows]]):
+            ids, weights = live(table, policy).route(0, scores, router, added)
+        confidence = None if sure is None else mx.array([*sure, 0.0][:rows])
+        wanted_ids, wanted = select(
+            scores[0], mx.array(table.resident), policy, selection_bias=added, confidence=confidence, **router.options()
+        )
+        assert np.array_equal(ids[0], wanted_ids)
+        np.testing.assert_allclose(weights[0], wanted, rtol=0, atol=TOLERANCE * router.scale)
+
+
+@pytest.mark.parametrize("policy", [BONUS, RoutingPolicy(kind="margin", margin=1.0)], ids=str)
+def test_a_table_hears_what_the_router_wants_where_it_may_get_something_else(policy: RoutingPolicy) -> None:
+    table = Table()
+    routing = live(table, policy)
     for held, rows, told in (((0, 1), 3, False), (range(SLOTS), 3, True), (range(SLOTS), 40, False)):
         table.hold(*held)
         scores = logits(rows, seed=15)
-        selected(routing, scores)
-        assert (table.wanted is not None) == told
+        got = selected(routing, scores)
+        assert (table.wanted is not None) == told == (got != selected(Routing(), scores))
         if told:
             assert [sorted(row) for row in np.array(table.wanted)[0].tolist()] == selected(Routing(), scores)
 

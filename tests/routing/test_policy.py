@@ -202,7 +202,9 @@ def test_a_command_line_that_makes_no_policy_is_refused(words: tuple[str, ...], 
         parse(*words)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ('{"mass": 1}', "mass belongs"), ("[]", "object")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "not valid JSON"), ('{"mass": 1}', "mass belongs"), ("[]", "object")]
+)
 def test_a_file_that_holds_no_policy_is_named(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "policy.json"
     file.write_text(text)
