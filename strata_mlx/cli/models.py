@@ -56,5 +56,6 @@ def describe_model(args: argparse.Namespace, policy: Policy, model: Any, routing
         lines.append(describe_memory(model.fit, args))
     if model.ranks:
         lines.append(describe_ranks(model, args))
-    idle = routing.policy.sure_margin is not None and (policy.mtp == "off" or "mtp" not in model)
+    sure = routing.mode == "biased" and routing.policy.sure_margin is not None
+    idle = sure and (policy.mtp == "off" or "mtp" not in model)
     return "\n".join([*lines, f"Routing: {routing}{' (no head drafts: sure_margin does nothing)' if idle else ''}"])

@@ -17,7 +17,10 @@ from strata_mlx.routing.policy import FACTOR, RoutingPolicy
 from strata_mlx.routing.price import Meter, Price
 from strata_mlx.routing.residency import ResidencyMap
 from strata_mlx.routing.router import Router
-from strata_mlx.routing.selection import select
+from strata_mlx.routing.selection import check_arguments, select
+
+_COMPILED_ROWS = 16  # a compiled graph is kept for each number of rows, and prompts have many
+Margins = tuple[mx.array, mx.array, mx.array]  # as from select_margin()
 
 
 class _Window:
@@ -175,12 +178,20 @@ class Routing:
         self._record(layer, rows, ids, router, bias)
         return ids.reshape(*shape[:-1], -1), weights.reshape(*shape[:-1], -1)
 
-    def _by_margin(
-        self, rows: mx.array, resident: mx.array, router: Router, bias: mx.array | None
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        given = {"bias": bias, "confidence": self._confidence(rows.shape[0])}
-        arrays = {name: array for name, array in given.items() if array is not None}
-        return _margin_selection(router, self.policy.protect)(rows, resident, self._margins, arrays)
+    def prepare(self, router: Router, experts: int, bias: mx.array | None = None) -> None:
+        """Have compiled what would be compiled in the middle of a text: on a CPU that takes seconds, until it is kept
+        on disk. experts: of a layer with this ``router`` and ``bias``.
+        """
+        if self.mode == "biased" and self.policy.kind == "margin":
+            resident = mx.zeros(experts, mx.bool_)
+            for rows in (1, 2):  # two kinds of kernels
+                mx.eval(self._by_margin(mx.zeros((rows, experts)), resident, router, bias))
+
+    def _by_margin(self, rows: mx.array, resident: mx.array, router: Router, bias: mx.array | None) -> Margins:
+        confidence = self._confidence(rows.shape[0])
+        sure = mx.zeros(rows.shape[0]) if confidence is None else confidence
+        arrays = (rows.astype(mx.float32), resident, self._margins, sure, *(() if bias is None else (bias,)))
+        return _margin_selection(router, self.policy.protect, rows.shape[0] <= _COMPILED_ROWS)(*arrays)
 
     @cached_property
     def _margins(self) -> mx.array:
@@ -226,20 +237,19 @@ class Routing:
 
 
 @cache
-def _margin_selection(router: Router, protect: int) -> Callable[..., tuple[mx.array, mx.array, mx.array]]:
-    """select_margin() in fewer launches. Whatever windows or policies may have another of is an argument: a constant
-    would be compiled in.
+def _margin_selection(router: Router, protect: int, compiled: bool) -> Callable[..., Margins]:
+    """select_margin(), ``compiled`` into fewer launches. Whatever windows or policies may have another of is an
+    argument: a constant would be compiled in. Arguments are checked where they are seen for the first time.
     """
 
     def choose(
-        logits: mx.array, resident: mx.array, margins: mx.array, given: dict[str, mx.array]
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        bias, sure = given.get("bias"), given.get("confidence")
-        options = {"protect": protect, "selection_bias": bias, **router.options()}
-        return select_margin(logits, resident, margins, sure, **options)
+        logits: mx.array, resident: mx.array, margins: mx.array, confidence: mx.array, bias: mx.array | None = None
+    ) -> Margins:
+        options: dict[str, Any] = {"selection_bias": bias, **router.options()}
+        check_arguments(logits, resident, RoutingPolicy(kind="margin", protect=protect), None, confidence, **options)
+        return select_margin(logits, resident, margins, confidence, protect=protect, **options)
 
-    compiled: Callable[..., tuple[mx.array, mx.array, mx.array]] = mx.compile(choose)
-    return compiled
+    return mx.compile(choose) if compiled else choose
 
 
 @cache

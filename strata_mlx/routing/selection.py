@@ -64,13 +64,7 @@ def select(
     Raises:
         InputError: an argument that does not fit, or with ``check`` a row of NaN.
     """
-    _check_arrays(logits, resident, draft_rows, selection_bias, router)
-    _check_vector("confidence", confidence, logits.shape[0], (mx.float32,))
-    _check_numbers(logits.shape[-1], top_k, router, n_group, topk_group, scale)
     policy = policy or _PLAIN
-    policy.check_top_k(top_k)
-    if check:
-        _check_rows(logits, layer)
     options: dict[str, Any] = {
         "top_k": top_k,
         "norm_topk": norm_topk,
@@ -80,6 +74,9 @@ def select(
         "topk_group": topk_group,
         "scale": scale,
     }
+    check_arguments(logits, resident, policy, draft_rows, confidence, **options)
+    if check:
+        _check_rows(logits, layer)
     if not policy.active:
         resident, policy = None, _PLAIN
     if policy.kind != "moce" and resident is not None:
@@ -88,6 +85,28 @@ def select(
         draft_rows = mx.arange(logits.shape[0]) > 0
     tables = (policy if resident is not None else _PLAIN).tables(top_k)
     return executor(logits, resident, tables, draft_rows, **options)
+
+
+def check_arguments(
+    logits: mx.array,
+    resident: mx.array | None,
+    policy: RoutingPolicy,
+    draft_rows: mx.array | None,
+    confidence: mx.array | None,
+    *,
+    top_k: int,
+    norm_topk: bool,  # noqa: ARG001
+    router: str,
+    selection_bias: mx.array | None,
+    n_group: int,
+    topk_group: int,
+    scale: float,
+) -> None:
+    """Raise InputError where ``select`` would, by what is known before anything is computed."""
+    _check_arrays(logits, resident, draft_rows, selection_bias, router)
+    _check_vector("confidence", confidence, logits.shape[0], (mx.float32,))
+    _check_numbers(logits.shape[-1], top_k, router, n_group, topk_group, scale)
+    policy.check_top_k(top_k)
 
 
 def _check_arrays(

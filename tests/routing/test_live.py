@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from strata_mlx import Routing, RoutingPolicy, load, set_routing
+from strata_mlx.errors import InputError
 from strata_mlx.models.moe import blocks, make_routing
 from strata_mlx.routing import LiveResidency, Residency, Router, drafting, select, select_ops, verify_window
 from strata_mlx.routing.executors import TOLERANCE
 from strata_mlx.speculation.decoder import SpeculativeDecoder
+from tests.errors import refuses
 from tests.tiny import make_checkpoint
 
 EXPERTS, TOP_K, SLOTS = 8, 2, 4
@@ -112,8 +115,21 @@ def test_rows_that_a_head_is_sure_of_have_a_margin_of_their_own() -> None:
     assert selected(routing, scores) == plain
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("sure", [None, [1.0, 0.5]])
+SCORES = np.array(
+    [
+        np.random.default_rng(3).normal(size=EXPERTS),
+        np.random.default_rng(4).normal(size=EXPERTS).round(),  # ties
+        [np.nan, 1, np.inf, 0.5, -np.inf, 0.4, 0.3, np.nan],
+        [np.nan] * EXPERTS,
+    ],
+    np.float32,
+)
+
+
+@pytest.mark.parametrize("rows", [[0], [2], [3], [0, 1, 2, 3], [0, 1, 2, 3] * 5], ids=len)  # the last is not compiled
+@pytest.mark.parametrize("sure", [None, [1.0, 0.5, math.nan]])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("protect", [0, 1, 2])
 @pytest.mark.parametrize(
     ("router", "bias"),
     [
@@ -124,21 +140,44 @@ def test_rows_that_a_head_is_sure_of_have_a_margin_of_their_own() -> None:
     ],
     ids=str,
 )
-def test_a_margin_routes_as_select_does(router: Router, bias: bool, sure: list[float] | None, rows: int) -> None:
+def test_a_margin_routes_as_select_does(
+    router: Router, bias: bool, sure: list[float] | None, rows: list[int], dtype: mx.Dtype, protect: int
+) -> None:
     table = Table()
     table.hold(0, 1, 2, 6)
     added = mx.array(np.linspace(-0.3, 0.3, EXPERTS).astype(np.float32)) if bias else None
-    for seed, margin in enumerate((0.05, 0.2)):
-        scores = logits(rows, seed)
-        policy = RoutingPolicy(kind="margin", margin=margin, sure_margin=0.6)
-        with verify_window([mx.array(each) for each in (sure or [])[:rows]]):
-            ids, weights = live(table, policy).route(0, scores, router, added)
-        confidence = None if sure is None else mx.array([*sure, 0.0][:rows])
+    scores = mx.array(SCORES[rows])[None].astype(dtype)
+    for margin in (0.05, 0.2):
+        policy = RoutingPolicy(kind="margin", margin=margin, sure_margin=0.6, protect=protect)
+        routing = Routing(policy, Residency({0: table.resident}))
+        with verify_window([mx.array(each) for each in (sure or [])[: len(rows)]]):
+            ids, weights = routing.route(0, scores, router, added)
+        confidence = None if sure is None else mx.array([*sure, *[0.0] * 20][: len(rows)])
         wanted_ids, wanted = select(
             scores[0], mx.array(table.resident), policy, selection_bias=added, confidence=confidence, **router.options()
         )
         assert np.array_equal(ids[0], wanted_ids)
         np.testing.assert_allclose(weights[0], wanted, rtol=0, atol=TOLERANCE * router.scale)
+
+
+@pytest.mark.parametrize("policy", [RoutingPolicy(1.0, protect=3), RoutingPolicy(kind="margin", margin=0.1, protect=3)])
+def test_what_does_not_fit_is_refused(policy: RoutingPolicy) -> None:
+    table = Table()
+    table.hold(0, 1, 2, 3)
+    with refuses(InputError, "protect is 3", "top_k = 2"):
+        live(table, policy).route(0, logits(), Router(TOP_K))
+    small = Routing(replace(policy, protect=1), Residency({0: np.ones(1, np.bool_)}))
+    with refuses(InputError, "resident: expected bool [8]"):
+        small.route(0, logits(), Router(TOP_K))
+
+
+def test_a_routing_that_does_not_fit_leaves_the_one_before(tmp_path: Path) -> None:
+    model, _ = load(make_checkpoint(tmp_path / "model", layout="stacked"))
+    before = [block.routing for block in blocks(model)]
+    policy = RoutingPolicy(kind="margin", margin=0.1, protect=3)
+    with refuses(InputError, "protect is 3"):
+        set_routing(model, Routing(policy, Residency({0: np.arange(8) < 2})))
+    assert [block.routing for block in blocks(model)] == before
 
 
 @pytest.mark.parametrize("policy", [BONUS, RoutingPolicy(kind="margin", margin=1.0)], ids=str)
