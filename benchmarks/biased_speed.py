@@ -93,6 +93,7 @@ def main() -> None:
                 "speed": median(ratios),
                 "range": [min(ratios), max(ratios)],
                 "misses_per_pick": sum(t.misses for _, t in own) / sum(t.picks for _, t in own),
+                "read_us_per_expert": 1e6 * sum(t.read_seconds for _, t in own) / sum(t.misses for _, t in own),
             }
         )
     options = {name: getattr(args, name) for name in ("slots", "documents", "tokens", "read_ms")}

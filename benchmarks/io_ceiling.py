@@ -8,9 +8,10 @@ checkpoints, and with the cast of bfloat16 scales to float32 that the CPU needs.
 blocks, as large as an expert or 8 MiB, by 1 to 8 threads, through the page cache or past it, into as much memory, which
 is more than a processor caches. The three fastest kinds are then measured again, taking turns with ours, and the best
 median counts. So are bare positional reads of the very ranges that random experts lie in, through the page cache, with
-as many threads as ours: nearer to the raw reads than these comes nobody who needs experts. Bytes are those on disk.
-Cold means that all pages of the files were dropped from the page cache before each measurement (sync,
-POSIX_FADV_DONTNEED) and that nothing is read twice in it; warm means that the files have just been read.
+as many threads as ours: what is left for anybody who needs experts from there. Cold, ours may come before these, since
+it reads past the page cache or has the disk begin with all ranges of an expert at once. Bytes are those on disk. Cold
+means that all pages of the files were dropped from the page cache before each measurement (sync, POSIX_FADV_DONTNEED)
+and that nothing is read twice in it; warm means that the files have just been read.
 
 Without --model, a synthetic checkpoint is written to a temporary folder; it is measured as it is and packed.
 """
@@ -72,8 +73,8 @@ def compare(plan: ModelPlan, seconds: float, rounds: int) -> Iterator[dict[str, 
         settings = cold if is_cold else warm
         with ExpertStore.open(plan, cast, settings) as store:
             slots = make_slots(store, plan)
-            room = len(slots) * store.expert_bytes(0)
-            ranges = ranges_of(layers, room)
+            room = sum(len(of_layer) * store.expert_bytes(layer) for layer, of_layer in enumerate(slots))
+            ranges = ranges_of(layers, len(slots[0]))
 
             def timed(read: Callable[..., float], *given: Any, seed: int = 0, cold: bool = is_cold) -> float:
                 if cold:
@@ -110,9 +111,13 @@ def compare(plan: ModelPlan, seconds: float, rounds: int) -> Iterator[dict[str, 
         }
 
 
-def make_slots(store: ExpertStore, plan: ModelPlan) -> list[Targets]:
-    count = min(MOST_SLOTS, ROOM // store.expert_bytes(0))
-    return UnifiedSlots(blocks(plan.model)[0].switch_mlp, store.fields(0), count).write(range(count))
+def make_slots(store: ExpertStore, plan: ModelPlan) -> list[list[Targets]]:
+    """By layer: each has its own, which begin where its files have them."""
+    layers, slots = range(len(store.layers)), []
+    count = max(2 * AT_A_TIME, min(MOST_SLOTS, ROOM // sum(map(store.expert_bytes, layers))))
+    for layer, block in zip(layers, blocks(plan.model), strict=True):
+        slots.append(UnifiedSlots(block.switch_mlp, store.fields(layer), count).write(range(count)))
+    return slots
 
 
 def expert_bytes(plan: ModelPlan) -> int:
@@ -121,15 +126,17 @@ def expert_bytes(plan: ModelPlan) -> int:
     return sum(run.nbytes for run in layers[0].runs[0])
 
 
-def read_experts(store: ExpertStore, slots: Sequence[Targets], experts: int, seconds: float, seed: int) -> float:
+def read_experts(
+    store: ExpertStore, slots: Sequence[Sequence[Targets]], experts: int, seconds: float, seed: int
+) -> float:
     """Bytes per second, of experts in random order."""
-    rng, turn, nbytes = random.Random(seed), itertools.count(), 0
+    rng, turns, nbytes = random.Random(seed), [itertools.cycle(of_layer) for of_layer in slots], 0
     orders = [rng.sample(range(experts), experts) for _ in store.layers]
     pending: Reads | None = None
     start = time.perf_counter()
     for first in range(0, experts - AT_A_TIME + 1, AT_A_TIME):
         for layer, order in enumerate(orders):
-            jobs = [(expert, slots[next(turn) % len(slots)]) for expert in order[first : first + AT_A_TIME]]
+            jobs = [(expert, next(turns[layer])) for expert in order[first : first + AT_A_TIME]]
             started = store.start(layer, jobs)
             if pending:
                 pending.wait()
@@ -143,21 +150,20 @@ def read_experts(store: ExpertStore, slots: Sequence[Targets], experts: int, sec
     return (nbytes + pending.nbytes) / (time.perf_counter() - start)
 
 
-def ranges_of(layers: Sequence[Layer], room: int) -> list[list[Range]]:
-    """By expert of each layer, where its parts lie, and memory for them, of ``room`` bytes in all."""
-    runs = layers[0].runs[0]
-    count = min(MOST_SLOTS, room // sum(run.nbytes for run in runs))
-    memory = []
-    for run in runs:
-        pool = memory_at(run.offset % PAGE, count * run.nbytes)
-        pool[...] = 0  # pages are there before they are read into, as those of slots
-        memory.append(pool.reshape(count, -1))
-    turns = itertools.cycle(zip(*memory, strict=True))
-    return [
-        [(run.file, run.offset + expert * run.stride, into) for run, into in zip(of_expert, next(turns), strict=True)]
-        for layer in layers
-        for expert, of_expert in enumerate(layer.runs)
-    ]
+def ranges_of(layers: Sequence[Layer], slots: int) -> list[list[Range]]:
+    """By expert of each layer, where its parts lie, and memory for them; of each layer for so many experts."""
+    found = []
+    for layer in layers:
+        memory = []
+        for run in layer.runs[0]:
+            pool = memory_at(run.offset % PAGE, slots * run.nbytes)
+            pool[...] = 0  # pages are there before they are read into, as those of slots
+            memory.append(pool.reshape(slots, -1))
+        turns = itertools.cycle(zip(*memory, strict=True))
+        for expert, runs in enumerate(layer.runs):
+            places = zip(runs, next(turns), strict=True)
+            found.append([(run.file, run.offset + expert * run.stride, into) for run, into in places])
+    return found
 
 
 def read_ranges(

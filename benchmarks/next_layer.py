@@ -12,9 +12,9 @@ missing then is read on demand.
     misses        picks that have to be read on demand, of all; 0 guesses is what streaming does
     ahead         experts read ahead, per pick, and the share of these that the layer selects (useful)
     reads         of both kinds, per pick
-    gain 0.1 ..   speed with reading ahead over speed without, at most: for an expert that takes 0.1 .. times as long
-                  to read as a layer takes to compute, one at a time, where guessing costs nothing, nor does anything
-                  else, and a layer is computed while is read ahead
+    gain 0.1 ..   speed with reading ahead over speed without, at most, with so many guesses in every row: for an
+                  expert that takes 0.1 .. times as long to read as a layer takes to compute, one at a time, where
+                  guessing costs nothing, nor does anything else, and a layer is computed while is read ahead
 
 The first layer, which nobody guesses, takes no part.
 """
@@ -42,7 +42,7 @@ from strata_mlx.experts.eviction import DEFAULT_EVICTION, make_eviction
 from strata_mlx.experts.table import SlotTable
 from strata_mlx.models.moe import blocks
 
-GUESSES = (0, 2, 4, 6, 8, 10, 12, 16)
+GUESSES = (0, 2, 4, 6, 8, 10, 12, 16, 24, 32)
 READ_TIMES = (0.03, 0.1, 0.3, 1.0, 3.0)  # of an expert, over the time that a layer takes to compute
 Ranked = NDArray[np.intp]  # [T, E]: experts, the likeliest first
 

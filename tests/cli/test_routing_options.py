@@ -72,6 +72,8 @@ def test_a_margin_that_waits_for_drafts_says_so_where_there_are_none(
     found = run("generate", *options, "-p", "ab", "-m", "2").out
     assert "Routing: biased, margin (" in found
     assert ("sure_margin does nothing" in found) == (mtp == "off")
+    exact = [option for option in options if option not in ("--residency", str(residency))]
+    assert "sure_margin does nothing" not in run("generate", *exact, "-p", "ab", "-m", "2").out  # nor does anything
 
 
 def test_a_policy_comes_from_a_file(run: Run, tiny: Path, residency: Path, tmp_path: Path) -> None:
