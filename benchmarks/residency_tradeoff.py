@@ -43,7 +43,7 @@ from strata_mlx.experts.table import SlotTable
 from strata_mlx.models.moe import blocks
 from strata_mlx.models.trunk import Hidden, Trunk
 from strata_mlx.prefill import make_cache
-from strata_mlx.routing.additive import LogitRange, select_additive
+from strata_mlx.routing.additive import LogitRange, margins, select_additive, select_margin
 from strata_mlx.routing.ops import Selection, plain_router, select_ops
 from strata_mlx.routing.price import distance
 from strata_mlx.routing.residency import LiveResidency
@@ -170,19 +170,16 @@ class Routing:
             tables = self._policy.tables(top_k)
             return select_ops(rows, resident, tables, heads, top_k=top_k, norm_topk=norm_topk)
         options: dict[str, Any] = {"router": "softmax", "selection_bias": None, "n_group": 1, "topk_group": 1}
+        options |= {"top_k": top_k, "norm_topk": norm_topk, "scale": 1.0}
+        if self._policy.kind == "margin":
+            # The confidence of a head's own rows is as drafting() has it.
+            sure = self.confidence if layer < self._caches.trunk else mx.ones(len(rows))
+            ids, weights, _ = select_margin(
+                rows, resident, margins(self._policy), sure, protect=self._policy.protect, **options
+            )
+            return ids, weights
         ranges = self._ranges.setdefault(layer, _Ranges())
-        confidence = self.confidence if layer < self._caches.trunk else mx.ones(len(rows))  # as drafting() does
-        result = select_additive(
-            rows,
-            resident,
-            self._policy,
-            ranges,
-            confidence,
-            top_k=top_k,
-            norm_topk=norm_topk,
-            scale=1.0,
-            **options,
-        )
+        result = select_additive(rows, resident, self._policy, ranges, **options)
         acts = mx.any(resident, axis=1)  # a row that is routed exactly teaches nothing
         mean, number = ranges.means(rows)
         self._ranges[layer] = _Ranges(mx.where(acts, mean, ranges.mean), mx.where(acts, number, ranges.rows))

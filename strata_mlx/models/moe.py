@@ -128,7 +128,8 @@ def make_routing(model: nn.Module, policy: RoutingPolicy, residency: Path | None
 def set_routing(model: nn.Module, routing: Routing) -> None:
     """Let every MoE layer of ``model`` choose its experts by ``routing``. Raises InputError where that cannot be."""
     layers = blocks(model)
-    for block in layers:
-        routing.prepare(block.router, text_args(model).num_experts, block.gate.get("e_score_correction_bias"))
+    biases = {block.router: block.gate.get("e_score_correction_bias") for block in layers}
+    for router, bias in biases.items():  # that of any layer: they differ in their numbers only
+        routing.prepare(router, text_args(model).num_experts, bias)
     for block in layers:
         block.routing = routing

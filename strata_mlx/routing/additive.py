@@ -12,7 +12,6 @@ rows whose next token a draft head is sure of.
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 
@@ -20,8 +19,7 @@ from strata_mlx.routing.ops import (
     LOWEST,
     Selection,
     mixing_weights,
-    router_probabilities,
-    selection_offset,
+    router_scores,
     sort_keys,
     top_ids,
 )
@@ -69,7 +67,6 @@ def select_additive(
     resident: mx.array,
     policy: RoutingPolicy,
     logit_range: LogitRange,
-    confidence: mx.array | None = None,
     *,
     top_k: int,
     norm_topk: bool,
@@ -79,23 +76,13 @@ def select_additive(
     topk_group: int,
     scale: float,
 ) -> Selection:
-    """``select`` for an active policy of an additive kind; arguments as there, and taken as checked.
+    """``select`` for an active policy of an additive kind but margin; arguments as there, and taken as checked.
 
     Returns:
-        ids ``[T, K]`` uint32 and weights ``[T, K]`` float32. The order is that of selection for cache_prior
-        and margin. The other two choose a set; its ids are in the router's own order.
+        ids ``[T, K]`` uint32 and weights ``[T, K]`` float32. The order is that of selection for cache_prior. The other
+        two choose a set; its ids are in the router's own order.
     """
-    if policy.kind == "margin":
-        options: dict[str, Any] = {"norm_topk": norm_topk, "router": router, "selection_bias": selection_bias}
-        options |= {"n_group": n_group, "topk_group": topk_group, "scale": scale}
-        sure = confidence if policy.sure_margin is not None else None
-        return select_margin(logits, resident, margins(policy), sure, protect=policy.protect, top_k=top_k, **options)[
-            :2
-        ]
-    probabilities, dead = router_probabilities(logits, router)
-    offset = None
-    if router == "sigmoid":
-        offset = selection_offset(probabilities, dead, selection_bias, n_group, topk_group)
+    probabilities, dead, offset = router_scores(logits, router, selection_bias, n_group, topk_group)
     present = resident & ~dead  # [T, E]
     if policy.kind == "cache_prior":
         bonus, own = policy.prior_lambda * logit_range.through(logits), probabilities
@@ -135,14 +122,12 @@ def select_margin(
     topk_group: int,
     scale: float,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """``select`` for a policy of kind "margin": ids and weights as there, and the router's own ids ``[T, K]`` uint32.
+    """``select`` for a policy of kind "margin": ids, in the order of selection, and weights as there, and the router's
+    own ids ``[T, K]`` uint32.
 
     margins: as from margins(). confidence: float32 ``[T]``, None for 0 in every row.
     """
-    probabilities, dead = router_probabilities(logits, router)
-    offset = None
-    if router == "sigmoid":
-        offset = selection_offset(probabilities, dead, selection_bias, n_group, topk_group)
+    probabilities, dead, offset = router_scores(logits, router, selection_bias, n_group, topk_group)
     own = top_ids(sort_keys(probabilities, offset), top_k)
     margin = margins[0]
     if confidence is not None:

@@ -74,10 +74,7 @@ def select_ops(
     Returns:
         ids ``[T, K]`` uint32 in the order of their picks, and weights ``[T, K]`` float32.
     """
-    probabilities, dead = router_probabilities(logits, router)
-    offset = None
-    if router == "sigmoid":
-        offset = selection_offset(probabilities, dead, selection_bias, n_group, topk_group)
+    probabilities, dead, offset = router_scores(logits, router, selection_bias, n_group, topk_group)
     if resident is None:
         ids = top_ids(sort_keys(probabilities, offset), top_k)
         weights = mx.take_along_axis(probabilities, ids, axis=-1)
@@ -156,6 +153,16 @@ def _pick_by_rank(
         ids = picked if ids is None else mx.concatenate([ids, picked], axis=-1)
     assert ids is not None, "at least one expert is picked"
     return ids, mx.concatenate(scores, axis=-1)
+
+
+def router_scores(
+    logits: mx.array, router: str, bias: mx.array | None, n_group: int, topk_group: int
+) -> tuple[mx.array, mx.array, mx.array | None]:
+    """As router_probabilities(), and what is added to the probabilities for selection, None where nothing is."""
+    probabilities, dead = router_probabilities(logits, router)
+    if router == "softmax":
+        return probabilities, dead, None
+    return probabilities, dead, selection_offset(probabilities, dead, bias, n_group, topk_group)
 
 
 def router_probabilities(logits: mx.array, router: str) -> tuple[mx.array, mx.array]:

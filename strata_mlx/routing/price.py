@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .ops import router_probabilities, selection_offset
+from .ops import router_scores
 from .router import Router
 
 SAMPLE_EVERY = 16  # windows of a layer, of which one is sampled
@@ -85,10 +85,8 @@ def distance(logits: mx.array, ids: mx.array, router: Router, bias: mx.array | N
     """Picks changed and extra KL in nats, float32 ``[2]``, summed over the rows of ``logits [T, E]``, which went to
     ``ids [T, K]``. bias: as in Routing.route().
     """
-    probabilities, dead = router_probabilities(logits, router.kind)
-    ranked = probabilities
-    if router.kind == "sigmoid":
-        ranked = ranked + selection_offset(probabilities, dead, bias, router.n_group, router.topk_group)
+    probabilities, _, offset = router_scores(logits, router.kind, bias, router.n_group, router.topk_group)
+    ranked = probabilities if offset is None else probabilities + offset
     plain = mx.argpartition(-ranked, router.top_k - 1, axis=-1)[:, : router.top_k]
     last = mx.take_along_axis(ranked, plain, axis=-1).min(axis=-1, keepdims=True)
     changed = (mx.take_along_axis(ranked, ids, axis=-1) < last).sum()

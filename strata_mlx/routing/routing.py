@@ -15,11 +15,10 @@ from strata_mlx.routing.executors import default_executor
 from strata_mlx.routing.ops import Executor, Selection, plain_router
 from strata_mlx.routing.policy import FACTOR, RoutingPolicy
 from strata_mlx.routing.price import Meter, Price
-from strata_mlx.routing.residency import ResidencyMap
+from strata_mlx.routing.residency import LiveResidency, ResidencyMap
 from strata_mlx.routing.router import Router
 from strata_mlx.routing.selection import check_arguments, select
 
-_COMPILED_ROWS = 16  # a compiled graph is kept for each number of rows, and prompts have many
 Margins = tuple[mx.array, mx.array, mx.array]  # as from select_margin()
 
 
@@ -155,16 +154,29 @@ class Routing:
         if self.policy.kind == "margin":
             ids, weights, own = self._by_margin(rows, resident, router, bias)
             self.residency.wants(layer, lambda: own.reshape(*shape[:-1], -1))
-            self._record(layer, rows, ids, router, bias)
-            return ids.reshape(*shape[:-1], -1), weights.reshape(*shape[:-1], -1)
-        self.residency.wants(layer, lambda: plain(logits, router, bias)[0])
+        else:
+            window = shape[-2] if _verifying.get() else 0
+            ids, weights = self._by_score(layer, rows, resident, router, bias, _draft_rows(rows.shape[0], window))
+            self.residency.wants(layer, lambda: plain(logits, router, bias)[0])
+        self._record(layer, rows, ids, router, bias)
+        return ids.reshape(*shape[:-1], -1), weights.reshape(*shape[:-1], -1)
+
+    def _by_score(
+        self,
+        layer: int,
+        rows: mx.array,
+        resident: mx.array,
+        router: Router,
+        bias: mx.array | None,
+        draft_rows: mx.array,
+    ) -> Selection:
         assert self.executor is not None, "the mode is biased"
         known = self._ranges.get(layer) if self.policy.kind == "cache_prior" else None
         ids, weights = select(
             rows,
             resident,
             self.policy,
-            draft_rows=_draft_rows(rows.shape[0], shape[-2] if _verifying.get() else 0),
+            draft_rows=draft_rows,
             selection_bias=bias,
             logit_range=known,
             executor=self.executor,
@@ -175,8 +187,7 @@ class Routing:
             # The rows of a window may be rejected, all but the first.
             learned = 1 if _verifying.get() else rows.shape[0]
             self._ranges[layer] = (known or LogitRange()).after(rows, learned)
-        self._record(layer, rows, ids, router, bias)
-        return ids.reshape(*shape[:-1], -1), weights.reshape(*shape[:-1], -1)
+        return ids, weights
 
     def prepare(self, router: Router, experts: int, bias: mx.array | None = None) -> None:
         """Have compiled what would be compiled in the middle of a text: on a CPU that takes seconds, until it is kept
@@ -191,7 +202,9 @@ class Routing:
         confidence = self._confidence(rows.shape[0])
         sure = mx.zeros(rows.shape[0]) if confidence is None else confidence
         arrays = (rows.astype(mx.float32), resident, self._margins, sure, *(() if bias is None else (bias,)))
-        return _margin_selection(router, self.policy.protect, rows.shape[0] <= _COMPILED_ROWS)(*arrays)
+        # A compiled graph is kept for each number of rows, of which prompts have many.
+        few = rows.shape[0] <= LiveResidency.PROMPT_ROWS
+        return _margin_selection(router, self.policy.protect, compiled=few)(*arrays)
 
     @cached_property
     def _margins(self) -> mx.array:

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from strata_mlx.errors import InputError
-from strata_mlx.routing.additive import LogitRange, select_additive
+from strata_mlx.routing.additive import LogitRange, margins, select_additive, select_margin
 from strata_mlx.routing.ops import Executor, Selection, select_ops
 from strata_mlx.routing.policy import RoutingPolicy
 
@@ -79,8 +79,11 @@ def select(
         _check_rows(logits, layer)
     if not policy.active:
         resident, policy = None, _PLAIN
+    if policy.kind == "margin" and resident is not None:
+        sure = confidence if policy.sure_margin is not None else None
+        return select_margin(logits, resident, margins(policy), sure, protect=policy.protect, **options)[:2]
     if policy.kind != "moce" and resident is not None:
-        return select_additive(logits, resident, policy, logit_range or LogitRange(), confidence, **options)
+        return select_additive(logits, resident, policy, logit_range or LogitRange(), **options)
     if draft_rows is None:
         draft_rows = mx.arange(logits.shape[0]) > 0
     tables = (policy if resident is not None else _PLAIN).tables(top_k)
